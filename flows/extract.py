@@ -1,0 +1,111 @@
+"""The flow `extract`: preflight, patch, server, probe, extract (mapped), verify, record.
+
+Where the store is complete already, the steps that need a server are left out.
+"""
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, unmapped
+from prefect.futures import wait
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import BaseModel
+
+from flows.progress import ProgressReport
+from flows.services import mlflow_artifacts, mlflow_uri
+from tasks.config import ExtractConfig
+from tasks.steps import (
+    Session,
+    extract_step,
+    keep_run,
+    patch_step,
+    preflight_step,
+    probe_step,
+    record_step,
+    server_step,
+    verify_step,
+)
+
+TICK = 0.5  # seconds between two looks at the progress
+CONCURRENT_BATCHES = 8  # so many that the server is full while one ends; what is in flight, the engine limits
+
+
+class Summary(BaseModel):
+    """What an extraction came to."""
+
+    rows: dict[str, int]
+    """By state: done, truncated, skipped, failed."""
+    tokens: int
+    bytes: int
+    shards: int
+    digest: str
+    output: Path
+    extracted_rows: int
+    """By this run; the others were there already."""
+    extracted_tokens: int
+    seconds: float
+    """That this run's extraction took, server and verification not counted."""
+    reextracted: int
+    mlflow_run: str | None
+
+
+def _run_name() -> str:
+    config = flow_run.parameters["config"]
+    name = config["name"] if isinstance(config, dict) else config.name
+    return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+@flow(
+    name="extract",
+    flow_run_name=_run_name,
+    task_runner=ThreadPoolTaskRunner(max_workers=CONCURRENT_BATCHES),
+    persist_result=False,
+)
+def extract(config: ExtractConfig) -> Summary:
+    """Extract the hidden states of a dataset, verify them, record where they came from."""
+    with preflight_step(config) as session:
+        run = {"rows": 0, "tokens": 0, "seconds": 0.0}
+        if session.preflight.missing:
+            patch_step(session)
+            server_step(session)
+            probe_step(session)
+            run = _extract_batches(session)
+        else:
+            get_run_logger().info("every row is extracted already: no server is needed")
+        verified = verify_step(session)
+    run_id = record_step(session, mlflow_uri(), mlflow_artifacts())
+    return Summary(
+        rows=verified.rows,
+        tokens=verified.tokens,
+        bytes=verified.bytes,
+        shards=verified.shards,
+        digest=verified.digest,
+        output=config.output.path,
+        extracted_rows=run["rows"],
+        extracted_tokens=run["tokens"],
+        seconds=run["seconds"],
+        reextracted=verified.reextracted,
+        mlflow_run=run_id,
+    )
+
+
+def _extract_batches(session: Session) -> dict[str, Any]:
+    """Map the batches with missing rows over the server; returns the run's figures."""
+    assert session.engine is not None
+    started = time.monotonic()
+    progress = session.engine.progress
+    preflight = session.preflight
+    with ProgressReport(preflight.missing_rows, preflight.missing_tokens) as report:
+        futures = list(extract_step.map(list(preflight.missing), unmapped(session)))
+        pending = futures
+        while pending:
+            pending = list(wait(pending, timeout=TICK).not_done)
+            report.show(progress)
+    run = keep_run(session, started)
+    for future in futures:
+        future.result()  # raises what stopped a batch: a dead server, a lost lock
+    return run

@@ -1,0 +1,65 @@
+"""Shows how far an extraction is: a bar in a terminal, lines in a log, a progress artifact in Prefect."""
+
+import sys
+import time
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.logging import get_run_logger
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from tasks.extraction.engine import Progress as Done
+from tasks.files import human_bytes, human_seconds
+
+ARTIFACT_EVERY = 5.0  # seconds: each update is a request to the Prefect API
+LOG_EVERY = 30.0  # seconds
+
+
+class ProgressReport:
+    """A context manager around the extraction; `show` as often as you like."""
+
+    def __init__(self, rows: int, tokens: int):
+        self.rows, self.tokens = rows, tokens
+        self.started = time.monotonic()
+        self.next_artifact, self.next_log = 0.0, self.started + LOG_EVERY
+        self.artifact = create_progress_artifact(0.0, key="extraction", description=f"0 of {rows} rows")
+        self.bar = Progress(
+            TextColumn("  extract"),
+            BarColumn(),
+            TaskProgressColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rows  {task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self.line = self.bar.add_task("extract", total=rows, rate="")
+
+    def __enter__(self) -> "ProgressReport":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def show(self, done: Done) -> None:
+        """Bring the bar up to date, and now and then the artifact and the log."""
+        now = time.monotonic()
+        seconds = now - self.started
+        rate = done.tokens / seconds if seconds else 0.0
+        finished = done.rows + done.failed == self.rows
+        self.bar.update(self.line, completed=done.rows, rate=f"{rate:,.0f} tokens/s")
+        text = self._describe(done, rate)
+        if now >= self.next_artifact or finished:
+            update_progress_artifact(self.artifact, 100 * done.tokens / max(1, self.tokens), text)
+            self.next_artifact = now + ARTIFACT_EVERY
+        if now >= self.next_log:
+            get_run_logger().info("%s", text)
+            self.next_log = now + LOG_EVERY
+
+    def _describe(self, done: Done, rate: float) -> str:
+        left = f"{human_seconds((self.tokens - done.tokens) / rate)} left" if rate else "starting"
+        return (
+            f"{done.rows:,} of {self.rows:,} rows, {done.tokens:,} of {self.tokens:,} tokens, {human_bytes(done.bytes)}, "
+            f"{rate:,.0f} tokens/s, {left}, {done.in_flight} in flight, {done.retries} retries, {done.failed} failed"
+        )

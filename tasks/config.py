@@ -1,0 +1,252 @@
+"""The one typed config of an extraction, read from YAML.
+
+Unknown keys are refused with the nearest known one. Every field has a description: `python -m flows config` prints
+them, and Prefect's form shows them.
+"""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.errors import ConfigError
+
+GIB = 1 << 30
+
+
+class Section(BaseModel):
+    """Base of the config's sections: unknown keys are errors, values do not change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DatasetConfig(Section):
+    """What to extract from: a JSONL file of tokenized samples."""
+
+    path: Path = Field(
+        description="JSONL file, one sample a line: input_ids (token ids), optional loss_mask (0/1, same length), id."
+    )
+    max_seq_len: int = Field(gt=0, description="Longest sample in tokens. Longer ones meet on_too_long.")
+    on_too_long: Literal["fail", "truncate", "skip"] = Field(
+        default="fail",
+        description="A sample longer than max_seq_len: fail before anything starts, cut it to max_seq_len, or leave it "
+        "out. Cut and left-out samples are counted and listed in the ledger.",
+    )
+    on_invalid: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="A line that is no valid sample (bad JSON, no or empty input_ids, an id outside the vocabulary, a "
+        "loss_mask of another length): fail before anything starts, or leave it out, counted, with its reason.",
+    )
+
+
+class ModelConfig(Section):
+    """The model whose hidden states are wanted."""
+
+    path: Path = Field(description="Folder of a Hugging Face checkpoint: config.json and safetensors files.")
+
+
+class CaptureConfig(Section):
+    """Which hidden states are stored."""
+
+    layers: list[int] | Literal["eagle3"] = Field(
+        default="eagle3",
+        description="Decoder layers whose output is stored, 0-based: layer k is hidden_states[k + 1] of Hugging Face "
+        "Transformers. 'eagle3' means [1, n // 2 - 1, n - 4] for a model of n layers. The final state is always added.",
+    )
+    final_norm: Literal["post"] = Field(
+        default="post", description="The final state after ('post') the model's last norm."
+    )
+
+
+class ServerConfig(Section):
+    """The SGLang server: started and ended by the extraction (managed), or one that runs already (attached)."""
+
+    mode: Literal["managed", "attached"] = Field(
+        default="managed", description="Start a server for this run, or use the one at `url`."
+    )
+    interpreter: str | None = Field(
+        default=None,
+        description="managed: the Python that has SGLang installed. Default: the one that runs this command.",
+    )
+    host: str = Field(default="127.0.0.1", description="managed: the address to listen on. Loopback unless changed.")
+    port: int = Field(
+        default=0, ge=0, le=65535, description="managed: the port to listen on. 0 takes a free one."
+    )
+    url: str | None = Field(
+        default=None,
+        description="attached: base URL of the running server, which must have been started with the capture plugin and "
+        "with `staging.path` of this config: `python -m flows server-command CONFIG.yaml` prints the command.",
+    )
+    device: Literal["cuda", "cpu"] = Field(
+        default="cuda", description="managed: 'cpu' serves small models without a GPU, through the CPU stand-ins."
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="The dtype the model runs in, and in which its states are stored."
+    )
+    tensor_parallel: int = Field(default=1, ge=1, description="managed: GPUs that share the model (SGLang's --tp).")
+    chunked_prefill_size: int = Field(
+        default=8192, ge=16, description="managed: most prompt tokens in one forward pass (longer prompts are split)."
+    )
+    arguments: list[str] = Field(
+        default_factory=list, description="managed: further arguments for sglang.launch_server, as in a shell."
+    )
+    start_timeout: float = Field(
+        default=1800, gt=0, description="managed: seconds until the server must answer. A 1T model loads for minutes."
+    )
+
+
+class StagingConfig(Section):
+    """Where the server leaves its dumps until they are stored."""
+
+    path: Path = Field(
+        default=Path("/dev/shm/drillcore"),
+        description="Directory on the server's host, best in shared memory. A managed server gets a folder of its own "
+        "inside.",
+    )
+    max_bytes: int = Field(
+        default=16 * GIB, gt=0, description="Most bytes of dumps at any time, in all. Limits how much is in flight."
+    )
+
+
+class OutputConfig(Section):
+    """Where the hidden states are stored."""
+
+    path: Path = Field(description="Directory of the store. The same config and directory resume an extraction.")
+    shard_bytes: int = Field(
+        default=2 * GIB,
+        gt=0,
+        description="Size of a shard in bytes, at most (one sample may be larger). Grows where needed so that a run has "
+        "at most 2,000 shards.",
+    )
+
+
+class ExtractionConfig(Section):
+    """How hard the server is worked."""
+
+    tokens_in_flight: int = Field(
+        default=131_072, gt=0, description="Most prompt tokens at the server at any time, over all requests."
+    )
+    requests_in_flight: int = Field(default=128, gt=0, description="Most requests at the server at any time.")
+    attempts: int = Field(default=4, ge=1, description="Tries of one prefill that fails in a way that may pass.")
+    max_failed_share: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of rows that may fail in the end before the run counts as failed."
+    )
+
+
+class VerifyConfig(Section):
+    """What is checked after the extraction."""
+
+    reextract_share: float = Field(
+        default=0.001, ge=0, le=1, description="Share of rows that are extracted a second time and compared."
+    )
+    reextract_rows: int = Field(default=8, ge=0, description="Rows that are extracted a second time, at least.")
+
+
+class LineageConfig(Section):
+    """Where MLflow keeps the record of what came from what."""
+
+    tracking_uri: str | None = Field(
+        default=None, description="MLflow tracking URI. Default: MLFLOW_TRACKING_URI, or a database in the state folder."
+    )
+    experiment: str = Field(default="drillcore", description="MLflow experiment of the extraction runs.")
+
+
+class ExtractConfig(Section):
+    """One extraction: dataset + model + capture -> output."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the extraction, for people: in Prefect, MLflow."
+    )
+    dataset: DatasetConfig
+    model: ModelConfig
+    capture: CaptureConfig = CaptureConfig()
+    server: ServerConfig = ServerConfig()
+    staging: StagingConfig = StagingConfig()
+    output: OutputConfig
+    extraction: ExtractionConfig = ExtractionConfig()
+    verify: VerifyConfig = VerifyConfig()
+    lineage: LineageConfig = LineageConfig()
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> ExtractConfig:
+    """Read a YAML config; `overrides` are `section.field=value` strings that win over the file.
+
+    `$NAME` and `${NAME}` in strings are replaced from the environment; relative paths count from the working directory.
+    Raises ConfigError that names the field.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"The config {path} cannot be read: {error.strerror}.") from error
+    try:
+        values = yaml.safe_load(os.path.expandvars(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The config {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"The config {path} is empty or not a mapping; deployments/configs/ has examples.")
+    for override in overrides or []:
+        _apply_override(values, override)
+    return parse_config(values, str(path))
+
+
+def parse_config(values: dict[str, Any], source: str) -> ExtractConfig:
+    """Validate plain values; raises ConfigError with one line for each wrong field."""
+    try:
+        config = ExtractConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"The config {source} has {len(lines)} wrong field(s):\n" + "\n".join(lines)) from error
+    if config.server.mode == "attached" and not config.server.url:
+        raise ConfigError(f"The config {source}: server.mode is 'attached', so server.url must be set.")
+    return config
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    *sections, field = key.split(".")
+    if not equals or not field:
+        raise ConfigError(f"--set {override!r} is not of the form section.field=value.")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override!r}: {section!r} is a value in the config, not a section.")
+    values[field] = yaml.safe_load(value)
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    message = f"  {'.'.join(location)}: {problem['msg']}"
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        message = f"  {'.'.join(location)}: unknown field" + (
+            f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}."
+        )
+    elif problem["type"] != "missing":
+        message += f" (given: {problem['input']!r})"
+    return message
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    model: Any = ExtractConfig
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def describe_config() -> str:
+    """All fields with type, default and description, as text."""
+    lines: list[str] = []
+    for name, section in ExtractConfig.model_fields.items():
+        kind = section.annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            lines.append(f"{name}\n    {section.description}")
+            continue
+        lines.append(f"{name}: {(kind.__doc__ or '').strip()}")
+        for field, info in kind.model_fields.items():
+            default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)}"
+            lines.append(f"  {field} ({default})\n    {info.description}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The input: tokenized samples in a JSONL file, read, judged and planned."""

@@ -1,0 +1,73 @@
+"""Every error that drillcore raises on purpose: one base, narrow classes.
+
+A message says what happened, to what, and what to do. The command line prints it without a traceback and leaves with
+the class's `exit_code`: 2 for something the user gave (a config, a dataset, an environment), 1 for a run that failed.
+"""
+
+
+class DrillcoreError(Exception):
+    """Base of all errors of this project."""
+
+    exit_code = 1
+
+
+class InputError(DrillcoreError):
+    """What the user gave cannot be used; nothing was started."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """The config file is missing, is not YAML, or has an unknown or wrong field."""
+
+
+class DatasetError(InputError):
+    """The dataset is missing or empty, or has rows that the policy `fail` does not let pass."""
+
+
+class ModelError(InputError):
+    """The checkpoint is missing or its config lacks what extraction needs."""
+
+
+class SpaceError(InputError):
+    """The output or the staging directory has no room for what is planned."""
+
+
+class SetupError(InputError):
+    """The machine cannot serve: the interpreter, its SGLang, the port or the plugin's manifest is wrong."""
+
+
+class OutputError(InputError):
+    """The output directory belongs to another extraction or to another writer."""
+
+
+class StoreError(DrillcoreError):
+    """What the store holds is damaged or contradicts its own records."""
+
+
+class ServerError(DrillcoreError):
+    """The SGLang server did not start, died, or is set up in a way that would spoil the data."""
+
+
+class TransientPrefillError(DrillcoreError):
+    """A prefill failed in a way that may pass: a connection, a timeout, HTTP 5xx, a damaged dump. Worth a retry."""
+
+
+class RowError(DrillcoreError):
+    """One row cannot be extracted, however often it is tried (HTTP 400, an error record of the plugin)."""
+
+
+class ProbeError(DrillcoreError):
+    """The test dumps are not what the config asks for: nothing was extracted."""
+
+
+class ExtractionError(DrillcoreError):
+    """Rows are missing at the end of the extraction."""
+
+
+class VerificationError(DrillcoreError):
+    """The stored data did not pass: it is not complete or not right."""
+
+
+class LineageError(DrillcoreError):
+    """MLflow could not be reached or refused the record. The data is not touched by it."""

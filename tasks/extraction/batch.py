@@ -1,0 +1,87 @@
+"""One batch: all its rows in flight together, each dump into the shard as it comes, the commit record last."""
+
+import itertools
+import os
+import socket
+import time
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tasks.dataset.rows import Row
+from tasks.errors import RowError, TransientPrefillError
+from tasks.extraction.engine import PrefillEngine
+from tasks.store.layout import Store
+from tasks.store.lock import WriterLock
+from tasks.store.record import FailedRow, Record, RowRecord, record_path, write_record
+from tasks.store.shard import ShardWriter
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What one batch came to."""
+
+    batch: int
+    rows: int
+    tokens: int
+    bytes: int
+    failed: list[FailedRow]
+
+
+def extract_batch(
+    batch: int, rows: list[Row], engine: PrefillEngine, store: Store, fingerprint: str, lock: WriterLock
+) -> BatchResult:
+    """Extract `rows` of a batch into its next shard and commit it.
+
+    Rows that cannot be had are named in the record and left for a later run. Raises ServerError if the server is gone
+    (nothing is committed then), OutputError if another writer has taken the store.
+    """
+    started = time.monotonic()
+    part = next(number for number in itertools.count() if not record_path(store, batch, number).exists())
+    captured = engine.captured
+    metadata = {"format": "drillcore.shard/1", "fingerprint": fingerprint, "batch": str(batch)}
+    done: list[RowRecord] = []
+    failed: list[FailedRow] = []
+    # Longest first: what does not fit or cannot be served shows early, and the batch ends with short rows.
+    futures = {engine.submit(row.number, row.input_ids): row for row in sorted(rows, key=lambda row: -len(row.input_ids))}
+    try:
+        with ShardWriter(store.shard(batch, part), len(rows), captured.dtype, metadata) as writer:
+            for future in as_completed(futures):
+                row = futures.pop(future)  # the future holds the dump's mapping: let go of it with the row
+                try:
+                    dump = future.result()
+                except (RowError, TransientPrefillError) as error:
+                    failed.append(FailedRow(row.number, str(error)))
+                    engine.count(failed=1)
+                    continue
+                try:
+                    writer.add(row.number, *dump.raw(), row.input_ids, row.loss_mask)
+                    done.append(RowRecord(row.number, len(row.input_ids), dump.rms, dump.zero_rows))
+                    engine.count(rows=1, tokens=len(row.input_ids), bytes=dump.aux.nbytes + dump.last.nbytes)
+                finally:
+                    engine.release(dump)
+                    del dump
+            lock.check()
+            shard = writer.finish() if done else None
+        written = {
+            "by": f"{socket.gethostname()}:{os.getpid()}",
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        record = Record(
+            fingerprint=fingerprint,
+            batch=batch,
+            part=part,
+            file=store.shard(batch, part).name if shard else None,
+            bytes=shard.bytes if shard else 0,
+            checksum=shard.checksum if shard else "",
+            codec="raw",
+            rows=sorted(done, key=lambda record: record.row),
+            failed=failed,
+            written=written,
+        )
+        write_record(store, record)
+    finally:
+        for future in futures:
+            engine.discard(future)
+    return BatchResult(batch, len(done), record.tokens, record.bytes, failed)

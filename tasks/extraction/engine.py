@@ -1,0 +1,195 @@
+"""Sends rows to the server and hands back their dumps. One event loop in one thread serves all batches."""
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import tenacity
+
+from tasks.config import ExtractionConfig
+from tasks.errors import RowError, ServerError, TransientPrefillError
+from tasks.extraction.admission import Admission, Load
+from tasks.server.dumps import Captured, Dump, open_dump
+from tasks.server.launch import Server
+
+DUMP_DEADLINE = 60.0  # seconds from the server's answer to the dump; seen: at most 0.1
+SLOWEST = 20.0  # tokens a second: an answer slower than this, with all that is in flight before it, is a timeout
+BASE_TIMEOUT = 120.0  # seconds, for the shortest row
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between the tries of a prefill
+
+
+@dataclass
+class Progress:
+    """What was done so far, for people to see. Written by the engine and the batches, read by anybody."""
+
+    rows: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    failed: int = 0
+    retries: int = 0
+    in_flight: int = 0
+
+
+class PrefillEngine:
+    """Prefills within limits. A context manager: leaving it cancels what is not done."""
+
+    def __init__(self, server: Server, captured: Captured, config: ExtractionConfig, staging_bytes: int):
+        self.server = server
+        self.captured = captured
+        self.config = config
+        self.progress = Progress()
+        self.run = secrets.token_hex(4)  # dumps of an earlier run in the same staging directory are not ours
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._admission = Admission(Load(config.requests_in_flight, config.tokens_in_flight, staging_bytes))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="prefill-engine", daemon=True)
+        self._client = httpx.AsyncClient(
+            base_url=server.url,
+            trust_env=False,  # a proxy between us and loopback helps nobody
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=config.requests_in_flight),
+        )
+
+    def __enter__(self) -> "PrefillEngine":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def submit(self, row: int, ids: np.ndarray) -> "Future[Dump]":
+        """Prefill one row when there is room. `release` its dump when done with it.
+
+        The future raises RowError (this row cannot be had), TransientPrefillError (all tries failed), or ServerError.
+        """
+        return asyncio.run_coroutine_threadsafe(self._prefill(row, ids), self._loop)
+
+    def release(self, dump: Dump) -> None:
+        """Delete a dump and give its staging bytes back."""
+        dump.delete()
+        freed = Load(0, 0, dump.aux.nbytes + dump.last.nbytes)
+        self._loop.call_soon_threadsafe(self._admission.leave, freed)
+
+    def discard(self, future: "Future[Dump]") -> None:
+        """Cancel a prefill that nobody waits for any more, and free what it holds whenever it ends."""
+        if not future.cancel():
+            future.add_done_callback(self._release_unwanted)
+
+    def top_tokens(self, ids: np.ndarray) -> list[int]:
+        """The server's own most likely next token after each position of a prompt, by its input log-probabilities."""
+        body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+        answer = asyncio.run_coroutine_threadsafe(self._post("probe-top-tokens", ids, body), self._loop).result()
+        meta = orjson.loads(answer.content)["meta_info"]
+        tops = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
+        return [position[0][1] for position in tops]
+
+    def count(self, *, rows: int = 0, tokens: int = 0, bytes: int = 0, failed: int = 0, retries: int = 0) -> None:
+        """Add to the progress; for any thread."""
+        with self._lock:
+            self.progress.rows += rows
+            self.progress.tokens += tokens
+            self.progress.bytes += bytes
+            self.progress.failed += failed
+            self.progress.retries += retries
+
+    async def _prefill(self, row: int, ids: np.ndarray) -> Dump:
+        at_server = Load(1, len(ids), 0)
+        states = len(self.captured.layers) + 1
+        itemsize = 4 if self.captured.dtype == "float32" else 2
+        in_staging = Load(0, 0, len(ids) * states * self.captured.hidden_size * itemsize)
+        await self._admission.enter(Load(1, len(ids), in_staging.bytes))
+        self.progress.in_flight += 1
+        done = False
+        try:
+            dump = await self._with_retries(row, ids)
+            done = True
+            return dump
+        finally:
+            self.progress.in_flight -= 1
+            self._admission.leave(at_server if done else Load(1, len(ids), in_staging.bytes))
+
+    async def _with_retries(self, row: int, ids: np.ndarray) -> Dump:
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(TransientPrefillError),
+            wait=tenacity.wait_exponential_jitter(initial=FIRST_WAIT, max=LONGEST_WAIT),
+            stop=tenacity.stop_after_attempt(self.config.attempts),
+            before_sleep=lambda state: self.count(retries=1),
+            reraise=True,
+        )
+        return await retrying(self._once, row, ids)
+
+    async def _once(self, row: int, ids: np.ndarray) -> Dump:
+        # The form is patches/capture/drillcore_capture.py's REQUEST_ID. A number of its own for each try: a late dump
+        # of an earlier one is never taken for this one's.
+        request = f"drillcore-{self.run}-{row}-{next(self._numbers) % 1_000_000}-{len(ids)}"
+        path = self.server.staging / f"{request}.safetensors"
+        error_path = self.server.staging / f"{request}.error.json"
+        try:
+            await self._post(request, ids, {})
+            deadline = time.monotonic() + DUMP_DEADLINE
+            pause = 0.001
+            while not path.exists():
+                if error_path.exists():
+                    raise TransientPrefillError(f"the capture failed: {orjson.loads(error_path.read_bytes())['error']}")
+                if time.monotonic() > deadline:
+                    raise TransientPrefillError(f"no dump within {DUMP_DEADLINE:.0f} s of the server's answer")
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return await asyncio.to_thread(open_dump, path, ids, self.captured)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            error_path.unlink(missing_ok=True)
+
+    async def _post(self, request: str, ids: np.ndarray, extra: dict[str, Any]) -> httpx.Response:
+        body = {
+            "rid": request,
+            "input_ids": ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            **extra,
+        }
+        timeout = BASE_TIMEOUT + (self._admission.used.tokens + len(ids)) / SLOWEST
+        try:
+            answer = await self._client.post(
+                "/generate",
+                content=orjson.dumps(body),
+                headers={"content-type": "application/json"},
+                timeout=httpx.Timeout(timeout, connect=30, pool=None),
+            )
+        except httpx.TransportError as error:
+            await asyncio.to_thread(self.server.check_alive)
+            raise TransientPrefillError(f"{type(error).__name__} after at most {timeout:.0f} s: {error}") from error
+        if answer.status_code == 400:
+            raise RowError(f"the server refused the row: {answer.text[:500]}")
+        if answer.status_code >= 500 or answer.status_code == 429:
+            raise TransientPrefillError(f"HTTP {answer.status_code}: {answer.text[:500]}")
+        if answer.status_code != 200:
+            raise ServerError(f"The server answered HTTP {answer.status_code} to a prefill: {answer.text[:500]}")
+        return answer
+
+    def _release_unwanted(self, future: "Future[Dump]") -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.release(future.result())
+
+    async def _close(self) -> None:
+        mine = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(BaseException):
+                await task
+        await self._client.aclose()

@@ -1,0 +1,1 @@
+"""MLflow's part: what came from what. The only package that imports MLflow."""

@@ -1,0 +1,209 @@
+"""Everything that can be known before a server starts: is the input right, is there room, what is still to do."""
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.config import ExtractConfig
+from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
+from tasks.dataset.scan import scan_dataset
+from tasks.errors import SetupError, SpaceError
+from tasks.files import human_bytes
+from tasks.model import ITEMSIZE, Model, capture_layers, read_model
+from tasks.patching import Installation, find_installation
+from tasks.server.dumps import Captured
+from tasks.server.ports import check_port
+from tasks.store.layout import Store, check_owner, create_store, fingerprint_of
+from tasks.store.record import Record, record_path, usable_records
+from tasks.store.shard import ENTRY_BYTES, row_bytes
+
+SPARE = 256 << 20  # bytes that must stay free on the output, for records, logs and the file system itself
+ROW_OVERHEAD = 4 * ENTRY_BYTES + 512  # bytes a row takes in shard header, record and plan, at most
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A checked extraction: what there is, what is to do, what it takes."""
+
+    config: ExtractConfig
+    model: Model
+    layers: list[int]
+    installation: Installation | None
+    """None for an attached server: it names its version itself."""
+    dataset_sha256: str
+    plan: Plan
+    resumed: bool
+    """Whether the output holds this extraction already, begun or finished."""
+    missing: dict[int, list[int]]
+    """Rows still to extract, by batch."""
+
+    @property
+    def store(self) -> Store:
+        return Store(self.config.output.path)
+
+    @property
+    def captured(self) -> Captured:
+        return Captured(self.layers, self.config.capture.final_norm, self.config.server.dtype, self.model.hidden_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Stored bytes a token."""
+        return token_bytes(self.config, self.model, self.layers)
+
+    @property
+    def missing_rows(self) -> int:
+        return sum(map(len, self.missing.values()))
+
+    @property
+    def missing_tokens(self) -> int:
+        return sum(int(self.plan.tokens[rows].sum()) for rows in self.missing.values())
+
+    def parts(self, sglang: str) -> dict[str, Any]:
+        """All that decides the bytes of the store; `sglang` is the server's version."""
+        config = self.config
+        return {
+            "format": "drillcore.store/1",
+            "input_sha256": self.dataset_sha256,
+            "model_identity": self.model.identity,
+            "layers": self.layers,
+            "final_norm": config.capture.final_norm,
+            "dtype": config.server.dtype,
+            "hidden_size": self.model.hidden_size,
+            "vocab_size": self.model.vocab_size,
+            "max_seq_len": config.dataset.max_seq_len,
+            "on_too_long": config.dataset.on_too_long,
+            "on_invalid": config.dataset.on_invalid,
+            "sglang": sglang,
+        }
+
+
+def token_bytes(config: ExtractConfig, model: Model, layers: list[int]) -> int:
+    """Stored bytes a token: the states, its id and its mask."""
+    return row_bytes(1, len(layers) + 1, model.hidden_size, ITEMSIZE[config.server.dtype])
+
+
+def run_preflight(config: ExtractConfig, space: bool = True) -> Preflight:
+    """Check everything that needs no server; raises the InputError that names what is wrong. Writes nothing.
+
+    space: also whether there is room for it, which `plan` does after it has printed what is planned.
+    """
+    model = read_model(config.model.path)
+    layers = capture_layers(model, config.capture.layers)
+    if config.dataset.max_seq_len > model.max_positions:
+        raise SetupError(
+            f"dataset.max_seq_len is {config.dataset.max_seq_len}, the model takes {model.max_positions} positions "
+            f"({config.model.path}/config.json)."
+        )
+    installation = None
+    if config.server.mode == "managed":
+        installation = find_installation(config.server.interpreter)
+        if config.server.port:
+            check_port(config.server.host, config.server.port, "server.port")
+    scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
+    preflight = Preflight(config, model, layers, installation, scan.sha256, scan.plan, False, {})
+    if installation:
+        preflight = with_progress_of_output(preflight, installation.sglang)
+    else:
+        preflight = _with_missing(preflight, scan.plan, [], False)
+    if space:
+        check_space(preflight)
+    return preflight
+
+
+def with_progress_of_output(preflight: Preflight, sglang: str) -> Preflight:
+    """Look into the output: is it ours, and which rows does it have already? The plan it holds is the one to keep.
+
+    Raises OutputError if it belongs to another extraction.
+    """
+    parts = preflight.parts(sglang)
+    if not check_owner(preflight.store, parts):
+        return _with_missing(preflight, preflight.plan, [], False)
+    plan = load_plan(preflight.store.plan) if preflight.store.plan.exists() else preflight.plan
+    return _with_missing(preflight, plan, usable_records(preflight.store, fingerprint_of(parts)), True)
+
+
+def open_output(preflight: Preflight, sglang: str) -> str:
+    """Make the store ready to be written (the lock is held): what it is, its plan, no remains. Returns the fingerprint."""
+    store, parts = preflight.store, preflight.parts(sglang)
+    fingerprint = fingerprint_of(parts)
+    if not check_owner(store, parts):
+        create_store(store, parts, preflight.config.model_dump(mode="json"))
+    if not store.plan.exists():
+        save_plan(preflight.plan, store.plan)
+    for remains in store.shards.glob(".*.tmp"):
+        remains.unlink()
+    usable = {record_path(store, record.batch, record.part) for record in usable_records(store, fingerprint)}
+    for path in store.shards.glob("[0-9]*.json"):
+        if path not in usable:  # its shard is gone or has another size: the rows are extracted anew
+            path.unlink()
+    return fingerprint
+
+
+def check_space(preflight: Preflight) -> None:
+    """Raises SpaceError if what is missing does not fit the output, or the longest row the staging."""
+    config = preflight.config
+    needed = preflight.missing_tokens * preflight.token_bytes + preflight.missing_rows * ROW_OVERHEAD
+    free = free_bytes(config.output.path)
+    if preflight.missing_rows and needed + SPARE > free:
+        raise SpaceError(
+            f"The output {config.output.path} has {human_bytes(free)} free; {preflight.missing_rows} rows with "
+            f"{preflight.missing_tokens} tokens need {human_bytes(needed)} and {human_bytes(SPARE)} to spare. Free "
+            "some, or choose another output.path."
+        )
+    if not preflight.missing_rows:
+        return
+    longest = preflight.plan.longest * preflight.token_bytes
+    staging = min(config.staging.max_bytes, free_bytes(config.staging.path))
+    # Twice: a dump is removed from memory a moment after its row counts as gone.
+    if 2 * longest > staging:
+        raise SpaceError(
+            f"The staging {config.staging.path} may hold {human_bytes(staging)} (free space, or staging.max_bytes); the "
+            f"longest row, {preflight.plan.longest} tokens, needs {human_bytes(2 * longest)}. Free some, raise the limit, "
+            "or choose another staging.path."
+        )
+
+
+def staging_limit(config: ExtractConfig) -> int:
+    """Bytes of dumps that may be in flight: the configured limit, or half of what is free."""
+    return min(config.staging.max_bytes, free_bytes(config.staging.path) // 2)
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where `path` is or would be, in bytes."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def describe(preflight: Preflight) -> list[tuple[str, str]]:
+    """What is planned, as (name, value) lines for people."""
+    config, plan, model = preflight.config, preflight.plan, preflight.model
+    counts = plan.counts()
+    done = len(plan) - counts[SKIP] - preflight.missing_rows
+    planned = plan.total_tokens * preflight.token_bytes
+    state = f"states of layers {', '.join(map(str, preflight.layers))} and the final state ({config.capture.final_norm})"
+    lines = [
+        ("model", f"{model.path} ({model.architecture}, {model.layers} layers, hidden {model.hidden_size})"),
+        ("stored", f"{state}, {config.server.dtype}, {preflight.token_bytes:,} B a token"),
+        ("dataset", f"{config.dataset.path} (sha256 {preflight.dataset_sha256[:12]}...)"),
+        ("rows", f"{len(plan):,}: {counts[TRUNCATE]:,} truncated, {counts[SKIP]:,} skipped"),
+        ("tokens", f"{plan.total_tokens:,}; longest row {plan.longest:,}, max_seq_len {config.dataset.max_seq_len:,}"),
+        ("bytes", f"{planned:,} ({human_bytes(planned)}) in {plan.batches:,} shards"),
+        ("output", f"{config.output.path} ({human_bytes(free_bytes(config.output.path))} free)"),
+        ("staging", f"{config.staging.path} ({human_bytes(free_bytes(config.staging.path))} free)"),
+    ]
+    if preflight.resumed:
+        lines.append(("resumes", f"{done:,} rows are there already, {preflight.missing_rows:,} are to do"))
+    return lines
+
+
+def _with_missing(preflight: Preflight, plan: Plan, records: list[Record], resumed: bool) -> Preflight:
+    done = {row.row for record in records for row in record.rows}
+    missing = {}
+    for batch, rows in enumerate(plan.rows_by_batch()):
+        left = [row for row in rows if row not in done]
+        if left:
+            missing[batch] = left
+    return dataclasses.replace(preflight, plan=plan, missing=missing, resumed=resumed)

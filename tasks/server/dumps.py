@@ -1,0 +1,76 @@
+"""Reads a dump of the capture plugin and refuses one that is not exactly what was asked for."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tasks.errors import TransientPrefillError
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What every dump of this run must be."""
+
+    layers: list[int]
+    final_norm: str
+    dtype: str
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The states of one prompt, mapped from staging memory: no copy is made until somebody reads them."""
+
+    path: Path
+    aux: torch.Tensor
+    """[tokens, layers * hidden], in the model's dtype."""
+    last: torch.Tensor
+    """[tokens, hidden]."""
+    rms: list[float]
+    zero_rows: list[int]
+
+    def raw(self) -> tuple[np.ndarray, np.ndarray]:
+        """aux and last as raw bytes, uint8 [tokens, bytes a token], still mapped."""
+        return self.aux.view(torch.uint8).numpy(), self.last.view(torch.uint8).numpy()
+
+    def delete(self) -> None:
+        """Give the staging memory back, as soon as nobody maps it any more."""
+        self.path.unlink(missing_ok=True)
+
+
+def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
+    """Map a dump and check ids, shapes, dtype, layers, norm and the plugin's own health figures.
+
+    Raises TransientPrefillError: whatever spoiled this dump, another prefill of the row may give a good one.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads(file.metadata()["drillcore"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        aux, last, dump_ids = (tensors[name] for name in ("aux_hidden_states", "last_hidden_state", "input_ids"))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise TransientPrefillError(f"the dump {path.name} cannot be read: {error}") from error
+    dtype = getattr(torch, expected.dtype)
+    facts = {
+        "layers": (metadata["layers"], expected.layers),
+        "final norm": (metadata["final_norm"], expected.final_norm),
+        "shape of aux_hidden_states": (tuple(aux.shape), (len(ids), len(expected.layers) * expected.hidden_size)),
+        "shape of last_hidden_state": (tuple(last.shape), (len(ids), expected.hidden_size)),
+        "dtype": ((aux.dtype, last.dtype), (dtype, dtype)),
+    }
+    for name, (found, wanted) in facts.items():
+        if found != wanted:
+            raise TransientPrefillError(f"the dump {path.name} has the wrong {name}: {found}, expected {wanted}")
+    if not np.array_equal(dump_ids.numpy(), ids):
+        raise TransientPrefillError(f"the dump {path.name} holds other token ids than were sent")
+    names = [*(f"layer {layer}" for layer in expected.layers), "the final state"]
+    for state, bad, zero in zip(names, metadata["nonfinite_rows"], metadata["zero_rows"], strict=True):
+        if bad or zero:
+            raise TransientPrefillError(
+                f"the dump {path.name} is damaged at {state}: {bad} tokens not finite, {zero} all zero"
+            )
+    return Dump(path, aux, last, metadata["rms"], metadata["zero_rows"])

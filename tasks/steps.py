@@ -1,0 +1,193 @@
+"""The steps of an extraction as Prefect tasks: a thin layer over the core, which knows nothing of Prefect.
+
+No result is cached or persisted: the store is the truth. What the steps share lives in a `Session` in the flow's process.
+"""
+
+import contextlib
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from tasks.config import ExtractConfig
+from tasks.dataset.rows import read_planned
+from tasks.errors import LineageError
+from tasks.extraction.batch import BatchResult, extract_batch
+from tasks.extraction.engine import PrefillEngine
+from tasks.files import human_bytes, write_json
+from tasks.lineage.record import record_extraction
+from tasks.patching import check_signatures, server_paths
+from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit, with_progress_of_output
+from tasks.probe import ProbeReport, probe
+from tasks.server.facts import ServerFacts, check_server
+from tasks.server.launch import AttachedServer, ManagedServer, Server, remove_leftovers
+from tasks.store.lock import WriterLock
+from tasks.verification import Verified, verify_store
+
+UNCACHED: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+
+
+class Session:
+    """One extraction in progress: what its steps share. A context manager: leaving it ends engine and server.
+
+    Not a dataclass on purpose: Prefect looks into every field of a dataclass that is given to a task.
+    """
+
+    def __init__(self, preflight: Preflight):
+        self.preflight = preflight
+        self.config = preflight.config
+        self.store = preflight.store
+        self.lock: WriterLock
+        self.server: Server
+        self.facts: ServerFacts
+        self.fingerprint: str
+        self.engine: PrefillEngine | None = None
+        self.report: ProbeReport | None = None
+        self.resources = contextlib.ExitStack()
+
+    def __enter__(self) -> "Session":
+        self.lock = self.resources.enter_context(WriterLock(self.store.lock))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.resources.close()
+
+
+@task(name="preflight", **UNCACHED)
+def preflight_step(config: ExtractConfig) -> Session:
+    """Check config, model, environment, dataset, output and space; plan."""
+    preflight = run_preflight(config)
+    for name, value in describe(preflight):
+        get_run_logger().info("%s: %s", name, value)
+    return Session(preflight)
+
+
+@task(name="patch", **UNCACHED)
+def patch_step(session: Session) -> None:
+    """Check that the hooked functions are the ones that the capture plugin fits; the plugin then goes on the path."""
+    installation = session.preflight.installation
+    if installation is None:
+        get_run_logger().info("the server is attached: the plugin's READY file is checked in the next step")
+        return
+    check_signatures(installation)
+    paths = ", ".join(str(path) for path in server_paths(session.config.server.device))
+    get_run_logger().info("SGLang %s takes the capture plugin from %s", installation.sglang, paths)
+
+
+@task(name="server", **UNCACHED)
+def server_step(session: Session) -> None:
+    """Start the server, or find the attached one, and check its settings."""
+    logger, preflight, config = get_run_logger(), session.preflight, session.config
+    for name in remove_leftovers(config.staging.path):
+        logger.warning("removed the staging folder %s of a run that died", name)
+    if preflight.installation is None:
+        server: Server = AttachedServer(str(config.server.url), config.staging.path)
+    else:
+        server = ManagedServer(config, preflight.installation, preflight.layers, server_log(session))
+    session.resources.callback(server.stop)
+    server.start()
+    session.facts = check_server(server, config, preflight.layers, preflight.plan.longest)
+    session.server = server
+    logger.info("SGLang %s answers at %s", session.facts.sglang, server.url)
+
+
+@task(name="probe", **UNCACHED)
+def probe_step(session: Session) -> None:
+    """Prove the capture with test dumps. Nothing is extracted, and the output not touched, if this fails."""
+    preflight, config = session.preflight, session.config
+    engine = PrefillEngine(session.server, preflight.captured, config.extraction, staging_limit(config))
+    session.engine = session.resources.enter_context(engine)
+    report = probe(engine, preflight.model, session.facts, config.dataset.max_seq_len)
+    if preflight.installation is None:
+        session.preflight = with_progress_of_output(preflight, session.facts.sglang)
+    session.fingerprint = open_output(session.preflight, session.facts.sglang)
+    session.report = report
+    write_json(session.store.logs / "probe.json", report.to_json())
+    get_run_logger().info(
+        "%d prompts in %.1f s; noise %s; lm_head picks the server's token at %.1f%% of %d positions",
+        report.prompts,
+        report.seconds,
+        ", ".join(f"{value:.2g}" for value in report.noise),
+        100 * report.top_token_agreement,
+        report.positions,
+    )
+
+
+@task(name="extract", task_run_name="extract-{batch:06d}", **UNCACHED)
+def extract_step(batch: int, session: Session) -> BatchResult:
+    """Extract the missing rows of one batch and commit its shard."""
+    assert session.engine is not None
+    logger, preflight = get_run_logger(), session.preflight
+    numbers = preflight.missing[batch]
+    rows = list(read_planned(session.config.dataset.path, preflight.plan, numbers, preflight.model.vocab_size))
+    result = extract_batch(batch, rows, session.engine, session.store, session.fingerprint, session.lock)
+    for failure in result.failed:
+        logger.error("batch %06d: row %d failed: %s", batch, failure.row, failure.reason)
+    logger.info("batch %06d: %d rows, %d tokens, %s", batch, result.rows, result.tokens, human_bytes(result.bytes))
+    return result
+
+
+@task(name="verify", **UNCACHED)
+def verify_step(session: Session) -> Verified:
+    """Read everything back; write ledger and manifest if it is complete and right."""
+    config = session.config
+    verified = verify_store(
+        session.store,
+        config.dataset.path,
+        session.preflight.model.vocab_size,
+        config.extraction.max_failed_share,
+        config.verify,
+        session.engine,
+        session.report,
+    )
+    get_run_logger().info(
+        "%d shards read, %d tokens, %s; %d rows extracted again, largest difference %s; digest %s",
+        verified.shards,
+        verified.tokens,
+        human_bytes(verified.bytes),
+        verified.reextracted,
+        verified.largest_difference,
+        verified.digest,
+    )
+    return verified
+
+
+@task(name="record", **UNCACHED)
+def record_step(session: Session, default_uri: str, artifacts: Path) -> str | None:
+    """Tell MLflow; returns the run's id. Its failure is a warning: the data is safe, and `record` makes up for it."""
+    try:
+        run_id = record_extraction(session.store, session.config.lineage, default_uri, artifacts)
+    except LineageError as error:
+        get_run_logger().warning("%s", error)
+        return None
+    get_run_logger().info("MLflow run %s", run_id)
+    return run_id
+
+
+def server_log(session: Session) -> Path:
+    """The managed server's log: beside the output, since an output exists only after a passed probe."""
+    root = session.store.root
+    return root.with_name(f"{root.name}.server.log")
+
+
+def keep_run(session: Session, started: float) -> dict[str, Any]:
+    """Add this run's figures to the store's `logs/runs.jsonl`; started: time.monotonic() of the extraction's begin."""
+    assert session.engine is not None
+    progress = session.engine.progress
+    run = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - started, 3),
+        "rows": progress.rows,
+        "tokens": progress.tokens,
+        "bytes": progress.bytes,
+        "failed": progress.failed,
+        "retries": progress.retries,
+    }
+    with (session.store.logs / "runs.jsonl").open("a") as file:
+        file.write(json.dumps(run) + "\n")
+    return run

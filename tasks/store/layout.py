@@ -1,0 +1,105 @@
+"""Where each file of a store lies, and whose store it is."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import OutputError, StoreError
+from tasks.files import sha256_of_json, write_json
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store's directory. Names only: opening one reads and writes nothing."""
+
+    root: Path
+
+    @property
+    def extraction(self) -> Path:
+        """The fingerprint and its parts."""
+        return self.root / "extraction.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.parquet"
+
+    @property
+    def shards(self) -> Path:
+        return self.root / "shards"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of each row; written by verify."""
+        return self.root / "ledger.parquet"
+
+    @property
+    def manifest(self) -> Path:
+        """Totals and digests; written last by verify: its presence says that the store is complete."""
+        return self.root / "manifest.json"
+
+    @property
+    def logs(self) -> Path:
+        """What runs leave for people: probe and verification reports, server logs, the MLflow run's id."""
+        return self.root / "logs"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock.json"
+
+    def shard(self, batch: int, part: int) -> Path:
+        """A batch's shard. Parts after 0 hold rows of the batch that an earlier part does not."""
+        return self.shards / (f"{batch:06d}.safetensors" if part == 0 else f"{batch:06d}.{part}.safetensors")
+
+
+def fingerprint_of(parts: dict[str, Any]) -> str:
+    """The hash of all that decides the bytes of a store, hexadecimal."""
+    return sha256_of_json(parts)
+
+
+def read_extraction(store: Store) -> dict[str, Any] | None:
+    """`extraction.json`, or None where there is none yet. Raises StoreError if it is damaged."""
+    try:
+        value = json.loads(store.extraction.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise StoreError(f"{store.extraction} is damaged: {error}") from error
+    if fingerprint_of(value["parts"]) != value["fingerprint"]:
+        raise StoreError(f"{store.extraction} was changed by hand: its fingerprint is not that of its parts.")
+    return value
+
+
+def check_owner(store: Store, parts: dict[str, Any]) -> bool:
+    """Whether the store exists and belongs to these parts; False where it is new.
+
+    Raises OutputError naming the fields that differ, or if the directory holds something else.
+    """
+    found = read_extraction(store)
+    if found is None:
+        if store.root.exists() and any(path.name != store.lock.name for path in store.root.iterdir()):
+            raise OutputError(
+                f"{store.root} is not empty and holds no extraction (no {store.extraction.name}). Choose another "
+                "output.path."
+            )
+        return False
+    if found["fingerprint"] == fingerprint_of(parts):
+        return True
+    fields = sorted(set(parts) | set(found["parts"]))
+    lines = [
+        f"  {field}: the output has {found['parts'].get(field)!r}, this run has {parts.get(field)!r}"
+        for field in fields
+        if found["parts"].get(field) != parts.get(field)
+    ]
+    raise OutputError(
+        f"{store.root} belongs to another extraction; these fields differ:\n"
+        + "\n".join(lines)
+        + "\nChoose another output.path, or go back to the settings of that extraction."
+    )
+
+
+def create_store(store: Store, parts: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write `extraction.json`; `config` is kept beside the parts for people."""
+    store.shards.mkdir(parents=True, exist_ok=True)
+    store.logs.mkdir(exist_ok=True)
+    write_json(store.extraction, {"fingerprint": fingerprint_of(parts), "parts": parts, "config": config})

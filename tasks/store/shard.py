@@ -1,0 +1,97 @@
+"""Writes one shard: a safetensors file filled row by row as dumps arrive, with no row held in memory.
+
+The format puts the header first, but its length can be chosen: room is kept for it, the states follow in the order in
+which they arrive, ids and masks close the file (so that every tensor is aligned), and the header is written last.
+Format: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tasks.files import checksum_of, sync_directory
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+ENTRY_BYTES = 160  # longest header entry of one tensor, with room to spare
+AUX, LAST, IDS, MASK = "aux_hidden_states", "last_hidden_state", "input_ids", "loss_mask"
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """A file under its final name: its size in bytes and its XXH3-128."""
+
+    bytes: int
+    checksum: str
+
+
+def tensor_name(row: int, tensor: str) -> str:
+    """Name of a row's tensor inside its shard, as `r000123.input_ids`."""
+    return f"r{row:06d}.{tensor}"
+
+
+def row_bytes(tokens: int, states: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of a row's tensors: `states` hidden states, ids (int32) and mask (uint8)."""
+    return tokens * (states * hidden_size * itemsize + 4 + 1)
+
+
+class ShardWriter:
+    """One shard on its way. Use as a context manager: what is not finished is removed."""
+
+    def __init__(self, path: Path, rows: int, dtype: str, metadata: dict[str, str]):
+        """path: the final name; rows: how many may be added at most; dtype: of the states."""
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.dtype = DTYPES[dtype]
+        self.room = (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8
+        self.header: dict[str, object] = {"__metadata__": metadata}
+        self.end = 0  # of the data written so far, counted from the end of the header
+        self.small: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self.file = self.temporary.open("wb", buffering=0)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self.file.closed:
+            self.file.close()
+            self.temporary.unlink(missing_ok=True)
+
+    def add(self, row: int, aux: np.ndarray, last: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> None:
+        """aux and last: the raw bytes of the states, uint8 [tokens, bytes a token]; ids int32, mask uint8 [tokens]."""
+        itemsize = {"F32": 4}.get(self.dtype, 2)
+        for name, state in ((AUX, aux), (LAST, last)):
+            self._append(tensor_name(row, name), self.dtype, [len(state), state.shape[1] // itemsize], state)
+        self.small.append((row, ids, mask))
+
+    def finish(self) -> WrittenShard:
+        """Write ids, masks and header, make the file durable, give it its name."""
+        for row, ids, _ in self.small:
+            self._append(tensor_name(row, IDS), "I32", [len(ids)], ids.astype("<i4", copy=False))
+        for row, _, mask in self.small:
+            self._append(tensor_name(row, MASK), "U8", [len(mask)], mask)
+        text = json.dumps(self.header, separators=(",", ":")).encode()
+        if len(text) > self.room:
+            raise AssertionError(f"the header needs {len(text)} bytes, {self.room} were kept")
+        head = self.room.to_bytes(8, "little") + text.ljust(self.room)
+        _write_at(self.file.fileno(), memoryview(head), 0)
+        os.fsync(self.file.fileno())
+        self.file.close()
+        written = WrittenShard(8 + self.room + self.end, checksum_of(self.temporary))
+        os.replace(self.temporary, self.path)
+        sync_directory(self.path.parent)
+        return written
+
+    def _append(self, name: str, dtype: str, shape: list[int], data: np.ndarray) -> None:
+        start = self.end
+        _write_at(self.file.fileno(), memoryview(data).cast("B"), 8 + self.room + start)
+        self.end = start + data.nbytes
+        self.header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self.end]}
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
