@@ -4,9 +4,12 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from flows import services
+from flows.summary import as_lines, count_states
 from tasks.config import describe_config, load_config
 from tasks.errors import DrillcoreError, SpaceError
 from tasks.files import human_bytes, human_seconds
@@ -36,11 +39,15 @@ def run_extract(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     # The page gets every line; the terminal gets the steps, the bar and the summary, unless more is asked for.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO" if options.verbose else "CRITICAL")
-    from flows.extract import Summary, extract
+    from flows.extract import extract
     from flows.run import run_with_prefect
 
-    summary: Summary = run_with_prefect(extract, config, options.prefect_port)
-    print(_summary_text(summary))
+    summary = run_with_prefect(extract, config, options.prefect_port)
+    pages = f"{os.path.relpath(sys.executable)} -m flows ui"
+    urls = (
+        f"Prefect http://{services.HOST}:{services.PREFECT_PORT}, MLflow http://{services.HOST}:{services.MLFLOW_PORT}"
+    )
+    print(f"\n{summary.text()}\n{as_lines([('pages', pages), ('', urls)])}")
     return 0
 
 
@@ -48,11 +55,11 @@ def run_plan(options: argparse.Namespace) -> int:
     from tasks.preflight import check_space, describe, run_preflight
 
     preflight = run_preflight(load_config(options.config, options.set), space=False)
-    for name, value in describe(preflight):
-        print(f"  {name:<9} {value}")
+    lines = describe(preflight)
     if options.rate:
-        seconds = preflight.missing_tokens / options.rate
-        print(f"  {'time':<9} {human_seconds(seconds)} for {preflight.missing_tokens:,} tokens at {options.rate:,.0f}/s")
+        tokens = preflight.missing_tokens
+        lines.append(("time", f"{human_seconds(tokens / options.rate)} for {tokens:,} tokens at {options.rate:,.0f}/s"))
+    print(as_lines(lines))
     try:
         check_space(preflight)
     except SpaceError as error:
@@ -66,9 +73,8 @@ def run_verify(options: argparse.Namespace) -> int:
     from flows.verify import verify_output
 
     verified = verify_output(options.output, options.dataset)
-    print(f"  passed     {verified.tokens:,} tokens, {verified.shards:,} shards, {human_bytes(verified.bytes)}")
-    print(f"  rows       {_counts(verified.rows)}")
-    print(f"  digest     {verified.digest}")
+    passed = f"{verified.tokens:,} tokens, {verified.shards:,} shards, {human_bytes(verified.bytes)}"
+    print(as_lines([("passed", passed), ("rows", count_states(verified.rows)), ("digest", verified.digest)]))
     return 0
 
 
@@ -113,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name, run, text, *, config=False):
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, config: bool = False) -> Any:
         child = commands.add_parser(name, help=text.splitlines()[0], description=text, epilog=EXIT_CODES)
         child.set_defaults(run=run)
         if config:
@@ -149,32 +155,6 @@ def _parser() -> argparse.ArgumentParser:
         config=True,
     )
     return parser
-
-
-def _summary_text(summary) -> str:
-    state = "resumed: every row was there already, nothing was extracted" if not summary.extracted_rows else (
-        f"{summary.extracted_rows:,} rows, {summary.extracted_tokens:,} tokens in "
-        f"{human_seconds(summary.seconds)}: {summary.extracted_tokens / summary.seconds:,.0f} tokens/s"
-    )  # fmt: skip
-    already = sum(summary.rows.get(name, 0) for name in ("done", "truncated")) - summary.extracted_rows
-    if summary.extracted_rows and already:
-        state += f" (resumed: {already:,} rows were there already)"
-    lines = [
-        ("rows", _counts(summary.rows)),
-        ("stored", f"{summary.tokens:,} tokens, {summary.bytes:,} B ({human_bytes(summary.bytes)}), {summary.shards} shards"),
-        ("this run", state),
-        ("verified", f"everything read back; {summary.reextracted} rows extracted a second time and compared"),
-        ("digest", summary.digest),
-        ("output", str(summary.output.absolute())),
-        ("MLflow", summary.mlflow_run or f"not recorded; later: python -m flows record {summary.output}"),
-        ("pages", f"{os.path.relpath(sys.executable)} -m flows ui"),
-        ("", f"Prefect http://{services.HOST}:{services.PREFECT_PORT}, MLflow http://{services.HOST}:{services.MLFLOW_PORT}"),
-    ]
-    return "\n" + "\n".join(f"  {name:<9} {value}" for name, value in lines)
-
-
-def _counts(rows: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {state}" for state, count in rows.items())
 
 
 if __name__ == "__main__":

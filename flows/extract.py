@@ -5,7 +5,6 @@ Where the store is complete already, the steps that need a server are left out.
 
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from prefect import flow, unmapped
@@ -13,10 +12,10 @@ from prefect.futures import wait
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import BaseModel
 
 from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
+from flows.summary import Summary
 from tasks.config import ExtractConfig
 from tasks.steps import (
     Session,
@@ -31,26 +30,8 @@ from tasks.steps import (
 )
 
 TICK = 0.5  # seconds between two looks at the progress
-CONCURRENT_BATCHES = 8  # so many that the server is full while one ends; what is in flight, the engine limits
-
-
-class Summary(BaseModel):
-    """What an extraction came to."""
-
-    rows: dict[str, int]
-    """By state: done, truncated, skipped, failed."""
-    tokens: int
-    bytes: int
-    shards: int
-    digest: str
-    output: Path
-    extracted_rows: int
-    """By this run; the others were there already."""
-    extracted_tokens: int
-    seconds: float
-    """That this run's extraction took, server and verification not counted."""
-    reextracted: int
-    mlflow_run: str | None
+# So many batches at a time that the server is full while one ends; what is in flight, the engine limits.
+TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=8)
 
 
 def _run_name() -> str:
@@ -62,13 +43,13 @@ def _run_name() -> str:
 @flow(
     name="extract",
     flow_run_name=_run_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=CONCURRENT_BATCHES),
+    task_runner=TASK_RUNNER,
     persist_result=False,
 )
 def extract(config: ExtractConfig) -> Summary:
     """Extract the hidden states of a dataset, verify them, record where they came from."""
     with preflight_step(config) as session:
-        run = {"rows": 0, "tokens": 0, "seconds": 0.0}
+        run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0}
         if session.preflight.missing:
             patch_step(session)
             server_step(session)

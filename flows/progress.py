@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import Any
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
@@ -22,7 +23,7 @@ class ProgressReport:
         self.rows, self.tokens = rows, tokens
         self.started = time.monotonic()
         self.next_artifact, self.next_log = 0.0, self.started + LOG_EVERY
-        self.artifact = create_progress_artifact(0.0, key="extraction", description=f"0 of {rows} rows")
+        self.artifact: Any = create_progress_artifact(0.0, key="extraction", description=f"0 of {rows} rows")
         self.bar = Progress(
             TextColumn("  extract"),
             BarColumn(),
@@ -60,6 +61,7 @@ class ProgressReport:
     def _describe(self, done: Done, rate: float) -> str:
         left = f"{human_seconds((self.tokens - done.tokens) / rate)} left" if rate else "starting"
         return (
-            f"{done.rows:,} of {self.rows:,} rows, {done.tokens:,} of {self.tokens:,} tokens, {human_bytes(done.bytes)}, "
-            f"{rate:,.0f} tokens/s, {left}, {done.in_flight} in flight, {done.retries} retries, {done.failed} failed"
+            f"{done.rows:,} of {self.rows:,} rows, {done.tokens:,} of {self.tokens:,} tokens, "
+            f"{human_bytes(done.bytes)}, {rate:,.0f} tokens/s, {left}, "
+            f"{done.in_flight} in flight, {done.retries} retries, {done.failed} failed"
         )

@@ -16,7 +16,14 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from flows.services import prefect_api
 
 RECORDING_DEADLINE = 20.0  # seconds for the server to write down the last task runs
-PREFECTS_OWN = ("Beginning flow run", "Created task run", "Finished in state", "View at", "Task run failed", "Encountered")
+PREFECTS_OWN = (
+    "Beginning flow run",
+    "Created task run",
+    "Finished in state",
+    "View at",
+    "Task run failed",
+    "Encountered",
+)
 
 
 class StepLines(logging.Handler):
@@ -43,7 +50,7 @@ def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None) -> Any
     url = resources.enter_context(prefect_api(port))
     print(f"  Prefect    {url.removesuffix('/api')} while this runs", file=sys.stderr, flush=True)
     logging.getLogger("prefect").addHandler(StepLines(logging.INFO))
-    state = flow(config, return_state=True)
+    state: Any = flow(config, return_state=True)
     _wait_until_recorded(state.state_details.flow_run_id)
     return state.result()
 

@@ -1,6 +1,5 @@
 """The flow `verify`: check any output, without a server."""
 
-import json
 from pathlib import Path
 
 from tasks.errors import StoreError

@@ -72,13 +72,11 @@ class ServerConfig(Section):
         description="managed: the Python that has SGLang installed. Default: the one that runs this command.",
     )
     host: str = Field(default="127.0.0.1", description="managed: the address to listen on. Loopback unless changed.")
-    port: int = Field(
-        default=0, ge=0, le=65535, description="managed: the port to listen on. 0 takes a free one."
-    )
+    port: int = Field(default=0, ge=0, le=65535, description="managed: the port to listen on. 0 takes a free one.")
     url: str | None = Field(
         default=None,
-        description="attached: base URL of the running server, which must have been started with the capture plugin and "
-        "with `staging.path` of this config: `python -m flows server-command CONFIG.yaml` prints the command.",
+        description="attached: base URL of the running server, which must have been started with the capture plugin "
+        "and with `staging.path` of this config: `python -m flows server-command CONFIG.yaml` prints the command.",
     )
     device: Literal["cuda", "cpu"] = Field(
         default="cuda", description="managed: 'cpu' serves small models without a GPU, through the CPU stand-ins."
@@ -118,8 +116,8 @@ class OutputConfig(Section):
     shard_bytes: int = Field(
         default=2 * GIB,
         gt=0,
-        description="Size of a shard in bytes, at most (one sample may be larger). Grows where needed so that a run has "
-        "at most 2,000 shards.",
+        description="Size of a shard in bytes, at most (one sample may be larger). Grows where needed so that a run "
+        "has at most 2,000 shards.",
     )
 
 
@@ -149,7 +147,8 @@ class LineageConfig(Section):
     """Where MLflow keeps the record of what came from what."""
 
     tracking_uri: str | None = Field(
-        default=None, description="MLflow tracking URI. Default: MLFLOW_TRACKING_URI, or a database in the state folder."
+        default=None,
+        description="MLflow tracking URI. Default: MLFLOW_TRACKING_URI, or a database in the state folder.",
     )
     experiment: str = Field(default="drillcore", description="MLflow experiment of the extraction runs.")
 
@@ -158,7 +157,8 @@ class ExtractConfig(Section):
     """One extraction: dataset + model + capture -> output."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the extraction, for people: in Prefect, MLflow."
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of the extraction, for people: in Prefect, MLflow.",
     )
     dataset: DatasetConfig
     model: ModelConfig

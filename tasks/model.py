@@ -67,8 +67,8 @@ def capture_layers(model: Model, layers: list[int] | str) -> list[int]:
     chosen = [1, count // 2 - 1, count - 4] if isinstance(layers, str) else layers
     if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= layer < count - 1 for layer in chosen):
         raise ModelError(
-            f"capture.layers = {layers} gives {chosen}: they must be different and between 0 and {count - 2}. The model "
-            f"has {count} layers, and the output of the last one is the final state, which is always stored."
+            f"capture.layers = {layers} gives {chosen}: they must be different and between 0 and {count - 2}. The "
+            f"model has {count} layers, and the output of the last one is the final state, which is always stored."
         )
     return chosen
 

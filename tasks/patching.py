@@ -47,9 +47,7 @@ def find_installation(interpreter: str | None) -> Installation:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SetupError(f"The interpreter {interpreter} cannot be run: {error} (server.interpreter).") from error
     if answer.returncode:
-        raise SetupError(
-            f"The interpreter {interpreter} failed (server.interpreter): {answer.stderr.strip()[-500:]}"
-        )
+        raise SetupError(f"The interpreter {interpreter} failed (server.interpreter): {answer.stderr.strip()[-500:]}")
     found = json.loads(answer.stdout)
     if found is None:
         raise SetupError(
@@ -59,7 +57,8 @@ def find_installation(interpreter: str | None) -> Installation:
     if found["version"] not in supported_versions():
         raise SetupError(
             f"SGLang {found['version']} of {interpreter} is not supported: the capture plugin is checked against "
-            f"{', '.join(supported_versions())} (patches/manifest.json). Install one of these, or set server.interpreter."
+            f"{', '.join(supported_versions())} (patches/manifest.json). Install one of these, or set "
+            "server.interpreter."
         )
     return Installation(interpreter, found["version"], Path(found["root"]), _manifest()["plugin"])
 

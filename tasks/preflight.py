@@ -125,7 +125,7 @@ def with_progress_of_output(preflight: Preflight, sglang: str) -> Preflight:
 
 
 def open_output(preflight: Preflight, sglang: str) -> str:
-    """Make the store ready to be written (the lock is held): what it is, its plan, no remains. Returns the fingerprint."""
+    """Make the store ready to be written; the lock must be held. Returns the fingerprint."""
     store, parts = preflight.store, preflight.parts(sglang)
     fingerprint = fingerprint_of(parts)
     if not check_owner(store, parts):
@@ -159,9 +159,9 @@ def check_space(preflight: Preflight) -> None:
     # Twice: a dump is removed from memory a moment after its row counts as gone.
     if 2 * longest > staging:
         raise SpaceError(
-            f"The staging {config.staging.path} may hold {human_bytes(staging)} (free space, or staging.max_bytes); the "
-            f"longest row, {preflight.plan.longest} tokens, needs {human_bytes(2 * longest)}. Free some, raise the limit, "
-            "or choose another staging.path."
+            f"The staging {config.staging.path} may hold {human_bytes(staging)} (free space, or staging.max_bytes); "
+            f"the longest row, {preflight.plan.longest} tokens, needs {human_bytes(2 * longest)}. Free some, raise the "
+            "limit, or choose another staging.path."
         )
 
 
@@ -183,7 +183,9 @@ def describe(preflight: Preflight) -> list[tuple[str, str]]:
     counts = plan.counts()
     done = len(plan) - counts[SKIP] - preflight.missing_rows
     planned = plan.total_tokens * preflight.token_bytes
-    state = f"states of layers {', '.join(map(str, preflight.layers))} and the final state ({config.capture.final_norm})"
+    state = (
+        f"states of layers {', '.join(map(str, preflight.layers))} and the final state ({config.capture.final_norm})"
+    )
     lines = [
         ("model", f"{model.path} ({model.architecture}, {model.layers} layers, hidden {model.hidden_size})"),
         ("stored", f"{state}, {config.server.dtype}, {preflight.token_bytes:,} B a token"),

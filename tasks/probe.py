@@ -1,11 +1,12 @@
 """The health check with test dumps: before anything is extracted, a handful of prompts must come back right.
 
 Fixed prompts of random token ids go through the engine that the extraction uses. Every dump is checked for ids, shapes,
-dtype and health when it is opened (tasks/server/dumps.py). Here: the same prompt alone, among others, split over several
-forward passes and repeated agrees; different prompts differ; `lm_head(final state)` puts first the token that the server
-itself puts first. The dumps are deleted.
+dtype and health when it is opened (tasks/server/dumps.py). Here: the same prompt alone, among others, split over
+several forward passes and repeated agrees; different prompts differ; `lm_head(final state)` puts first the token that
+the server itself puts first. The dumps are deleted.
 """
 
+import itertools
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ SEED = 20_26
 SHORT_PROMPTS = (1, 2, 7, 33, 64)  # tokens
 PROOF_TOKENS = 64
 # Largest relative error (L2, over a prompt's state) between two prefills of one prompt. Batches of another shape sum in
-# another order; the rest is rounding. Seen on a CPU: 6e-6 in float32, 0.02 in bfloat16. Another prompt's states are > 0.5 away.
+# another order; the rest is rounding.
 NOISE_LIMIT = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 DIFFERENT = 0.3
 # Where lm_head(final) and the server name different tokens, theirs may be this much less likely (logit difference as a
@@ -110,8 +111,8 @@ def _check_agreement(engine: PrefillEngine, alone: list[torch.Tensor], together:
 
 
 def _check_difference(alone: list[torch.Tensor]) -> None:
-    """Prompts of different ids must have different states. Not the first token's: it holds most models' attention sink."""
-    for one, other in zip(alone, alone[1:]):
+    """Prompts of different ids must have different states; not the first token's, where many models sink attention."""
+    for one, other in itertools.pairwise(alone):
         tokens = min(one.shape[1], other.shape[1])
         if tokens < 2:
             continue
@@ -137,10 +138,10 @@ def _check_top_tokens(
         worst = int(gap.argmax())
         if gap[worst] > NEAR_TIE[engine.captured.dtype]:
             raise ProbeError(
-                f"lm_head(final state) does not pick the server's own next token: prompt of {len(ids)} tokens, position "
-                f"{worst}, server's token {int(theirs[worst])}, ours {int(logits[worst].argmax())} is "
-                f"{float(gap[worst]):.2f} standard deviations more likely. The final state is not the one that the model "
-                "ends with, or rows are shifted."
+                f"lm_head(final state) does not pick the server's own next token: prompt of {len(ids)} tokens, "
+                f"position {worst}, server's token {int(theirs[worst])}, ours {int(logits[worst].argmax())} is "
+                f"{float(gap[worst]):.2f} standard deviations more likely. The final state is not the one that the "
+                "model ends with, or rows are shifted."
             )
         same += int((logits.argmax(dim=-1) == theirs).sum())
         positions += len(ids)

@@ -1,6 +1,7 @@
 """The steps of an extraction as Prefect tasks: a thin layer over the core, which knows nothing of Prefect.
 
-No result is cached or persisted: the store is the truth. What the steps share lives in a `Session` in the flow's process.
+No result is cached or persisted: the store is the truth. What the steps share lives in a `Session` in the flow's
+process.
 """
 
 import contextlib

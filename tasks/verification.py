@@ -66,9 +66,9 @@ def verify_store(
 ) -> Verified:
     """Check a store and write its ledger and manifest.
 
-    vocab_size: of the model that the rows were judged with; engine and probe: to extract a share again; on_progress: called with the bytes
-    of each shard read. Raises VerificationError listing what is wrong (an old manifest is removed then), ExtractionError
-    if only rows are missing, StoreError if the store's own books are damaged.
+    vocab_size: of the model that the rows were judged with; engine and probe: to extract a share again; on_progress:
+    called with the bytes of each shard read. Raises VerificationError listing what is wrong (an old manifest is removed
+    then), ExtractionError if only rows are missing, StoreError if the store's own books are damaged.
     """
     found = read_extraction(store)
     if found is None:
@@ -214,10 +214,11 @@ def _reextract(
     where = {row.row: record for record in records for row in record.rows}
     count = min(len(where), max(config.reextract_rows, round(config.reextract_share * len(where))))
     chosen = sorted(random.Random(SAMPLE_SEED).sample(sorted(where), count))
-    limits = [max(NOISE_FACTOR * noise, torch.finfo(getattr(torch, engine.captured.dtype)).eps) for noise in probe.noise]
+    limits = [
+        max(NOISE_FACTOR * noise, torch.finfo(getattr(torch, engine.captured.dtype)).eps) for noise in probe.noise
+    ]
     futures = {
-        row.number: engine.submit(row.number, row.input_ids)
-        for row in read_planned(dataset, plan, chosen, vocab_size)
+        row.number: engine.submit(row.number, row.input_ids) for row in read_planned(dataset, plan, chosen, vocab_size)
     }
     largest = 0.0
     for number, future in futures.items():
@@ -235,8 +236,8 @@ def _reextract(
             largest = max(largest, error)
             if error > limit:
                 problems.append(
-                    f"row {number}: extracted again, {name} differs by {error:.3g} (relative); the probe's noise allows "
-                    f"{limit:.3g}"
+                    f"row {number}: extracted again, {name} differs by {error:.3g} (relative); "
+                    f"the probe's noise allows {limit:.3g}"
                 )
     return count, largest
 

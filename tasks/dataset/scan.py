@@ -3,6 +3,7 @@
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard
     return Scan(digest.hexdigest(), plan)
 
 
-def _lines(path: Path):
+def _lines(path: Path) -> Iterator[bytes]:
     try:
         file = path.open("rb")
     except FileNotFoundError as error:

@@ -43,7 +43,9 @@ def extract_batch(
     done: list[RowRecord] = []
     failed: list[FailedRow] = []
     # Longest first: what does not fit or cannot be served shows early, and the batch ends with short rows.
-    futures = {engine.submit(row.number, row.input_ids): row for row in sorted(rows, key=lambda row: -len(row.input_ids))}
+    futures = {
+        engine.submit(row.number, row.input_ids): row for row in sorted(rows, key=lambda row: -len(row.input_ids))
+    }
     try:
         with ShardWriter(store.shard(batch, part), len(rows), captured.dtype, metadata) as writer:
             for future in as_completed(futures):

@@ -20,9 +20,9 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag  # noqa: E402 - settings first
-from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.tracking import MlflowClient  # noqa: E402
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 
 DIGEST_LENGTH = 36  # characters: MLflow's limit
 INPUT_CONTEXT, OUTPUT_CONTEXT = "extraction-input", "extraction-output"
@@ -36,8 +36,8 @@ def mlflow_digest(sha256: str) -> str:
 def record_extraction(store: Store, config: LineageConfig, default_uri: str, artifacts: Path) -> str:
     """Write the run of a verified store to MLflow; returns the run's id.
 
-    default_uri, artifacts: used where the config and MLFLOW_TRACKING_URI name no tracking server. Raises LineageError if
-    MLflow fails; the store is not touched then.
+    default_uri, artifacts: used where the config and MLFLOW_TRACKING_URI name no tracking server. Raises LineageError
+    if MLflow fails; the store is not touched then.
     """
     extraction, manifest = read_extraction(store), read_manifest(store)
     assert extraction is not None  # there is no manifest without it
@@ -60,8 +60,8 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
         return run_id
     except (MlflowException, OSError) as error:
         raise LineageError(
-            f"MLflow at {_without_secrets(uri)} did not take the record: {error}\nThe data is complete and verified. When "
-            f"MLflow is back: python -m flows record {store.root}"
+            f"MLflow at {_without_secrets(uri)} did not take the record: {error}\nThe data is complete and verified. "
+            f"When MLflow is back: python -m flows record {store.root}"
         ) from error
 
 
@@ -72,7 +72,9 @@ def _log(
     dataset = Path(config["dataset"]["path"])
     profile = {name: manifest[name] for name in ("rows", "tokens", "bytes")}
     inputs = [
-        _dataset(dataset.name, parts["input_sha256"], str(dataset.absolute()), INPUT_CONTEXT, {"rows": manifest["rows"]}),
+        _dataset(
+            dataset.name, parts["input_sha256"], str(dataset.absolute()), INPUT_CONTEXT, {"rows": manifest["rows"]}
+        ),
         _dataset(config["name"], digest, str(store.root.absolute()), OUTPUT_CONTEXT, profile),
     ]
     client.log_inputs(run_id, inputs)

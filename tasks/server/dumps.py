@@ -50,7 +50,7 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads(file.metadata()["drillcore"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
         aux, last, dump_ids = (tensors[name] for name in ("aux_hidden_states", "last_hidden_state", "input_ids"))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise TransientPrefillError(f"the dump {path.name} cannot be read: {error}") from error

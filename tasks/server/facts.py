@@ -53,7 +53,8 @@ def check_server(server: Server, config: ExtractConfig, layers: list[int], longe
     for setting, value in asked.items():
         if ready[setting] != value:
             raise ServerError(
-                f"The server at {server.url} captures with {setting} = {ready[setting]!r}; this config asks for {value!r}."
+                f"The server at {server.url} captures with {setting} = {ready[setting]!r}; the config asks for "
+                f"{value!r}."
             )
     limit = int(info["max_req_input_len"]) - 1  # the server refuses a prompt as long as max_req_input_len
     if longest_row > limit:
@@ -72,6 +73,6 @@ def _read_ready(staging: Path) -> dict[str, Any]:
         if Path(f"/proc/{ready['pid']}").exists():
             return ready
     raise ServerError(
-        f"The server has no capture plugin at work: no READY file of a living process in {staging}. Is it the directory "
-        "in the server's DRILLCORE_CAPTURE, and does its log say 'Executed general plugin: drillcore_capture'?"
+        f"The server has no capture plugin at work: no READY file of a living process in {staging}. Is it the "
+        "directory in the server's DRILLCORE_CAPTURE, and has its log 'Executed general plugin: drillcore_capture'?"
     )

@@ -111,7 +111,9 @@ class ManagedServer:
         """Raises ServerError with exit code and log tail if the server is gone."""
         code = self.process.poll() if self.process else None
         if code is not None:
-            raise ServerError(f"The server died with exit code {code}. Its log ({self.log}) ends with:\n{self.log_tail()}")
+            raise ServerError(
+                f"The server died with exit code {code}. Its log ({self.log}) ends with:\n{self.log_tail()}"
+            )
 
     def stop(self) -> None:
         """End the server with all its processes and remove its staging folder."""

@@ -74,7 +74,9 @@ def read_record(path: Path) -> Record:
         value["failed"] = [FailedRow(**row) for row in value["failed"]]
         return Record(**value)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"The commit record {path} is damaged: {error}. Delete it to extract its rows again.") from error
+        raise StoreError(
+            f"The commit record {path} is damaged: {error}. Delete it to extract its rows again."
+        ) from error
 
 
 def read_records(store: Store) -> list[Record]:

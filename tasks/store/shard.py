@@ -86,7 +86,7 @@ class ShardWriter:
 
     def _append(self, name: str, dtype: str, shape: list[int], data: np.ndarray) -> None:
         start = self.end
-        _write_at(self.file.fileno(), memoryview(data).cast("B"), 8 + self.room + start)
+        _write_at(self.file.fileno(), data.data.cast("B"), 8 + self.room + start)
         self.end = start + data.nbytes
         self.header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self.end]}
 

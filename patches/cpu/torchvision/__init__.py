@@ -4,6 +4,6 @@ import placeholders
 
 placeholders.install(__name__, version="0.0.0")
 
-import torchvision.io  # noqa: E402,F401 - read as attributes without an import
-import torchvision.ops  # noqa: E402,F401
+import torchvision.io  # noqa: E402 - read as attributes without an import
+import torchvision.ops  # noqa: E402
 import torchvision.transforms  # noqa: E402,F401

@@ -27,5 +27,5 @@ placeholders.install(
     next_power_of_2=lambda n: 1 << (max(int(n), 1) - 1).bit_length(),
 )
 
-import triton.language  # noqa: E402,F401 - `triton.language` is read as an attribute without an import
+import triton.language  # noqa: E402 - `triton.language` is read as an attribute without an import
 import triton.runtime  # noqa: E402,F401 - the same

@@ -1,0 +1,60 @@
+"""What an extraction came to, as the flow's result and as text for a person."""
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from tasks.files import human_bytes, human_seconds
+
+
+class Summary(BaseModel):
+    """An extraction that ended well."""
+
+    rows: dict[str, int]
+    """By state: done, truncated, skipped, failed."""
+    tokens: int
+    bytes: int
+    shards: int
+    digest: str
+    output: Path
+    extracted_rows: int
+    """By this run; the others were there already."""
+    extracted_tokens: int
+    seconds: float
+    """That this run's extraction took, server and verification not counted."""
+    reextracted: int
+    mlflow_run: str | None
+
+    def text(self) -> str:
+        """Lines of name and value."""
+        lines = [
+            ("rows", count_states(self.rows)),
+            ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
+            ("this run", self._this_run()),
+            ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
+            ("digest", self.digest),
+            ("output", str(self.output.absolute())),
+            ("MLflow", self.mlflow_run or f"not recorded; later: python -m flows record {self.output}"),
+        ]
+        return as_lines(lines)
+
+    def _this_run(self) -> str:
+        there = self.rows["done"] + self.rows["truncated"] - self.extracted_rows
+        if not self.extracted_rows:
+            return "resumed: every row was there already, nothing was extracted"
+        rate = self.extracted_tokens / self.seconds
+        resumed = f" (resumed: {there:,} rows were there already)" if there else ""
+        return (
+            f"{self.extracted_rows:,} rows, {self.extracted_tokens:,} tokens in {human_seconds(self.seconds)}: "
+            f"{rate:,.0f} tokens/s{resumed}"
+        )
+
+
+def count_states(rows: dict[str, int]) -> str:
+    """{"done": 80, "skipped": 1} -> '80 done, 1 skipped'."""
+    return ", ".join(f"{count:,} {state}" for state, count in rows.items())
+
+
+def as_lines(pairs: list[tuple[str, str]]) -> str:
+    """Name and value a line, in two columns."""
+    return "\n".join(f"  {name:<10} {value}" for name, value in pairs)
