@@ -30,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     except DrillcoreError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+        print("What was committed stays. Mend the cause; the same command resumes.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nInterrupted. What was committed stays; the same command resumes.", file=sys.stderr)
         return 130

@@ -3,12 +3,12 @@
 Where the store is complete already, the steps that need a server are left out.
 """
 
+import concurrent.futures
 import time
 from datetime import UTC, datetime
 from typing import Any
 
 from prefect import flow, unmapped
-from prefect.futures import wait
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -50,7 +50,7 @@ def extract(config: ExtractConfig) -> Summary:
     """Extract the hidden states of a dataset, verify them, record where they came from."""
     with preflight_step(config) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0}
-        if session.preflight.missing:
+        if session.needs_server():
             patch_step(session)
             server_step(session)
             probe_step(session)
@@ -58,7 +58,7 @@ def extract(config: ExtractConfig) -> Summary:
         else:
             get_run_logger().info("every row is extracted already: no server is needed")
         verified = verify_step(session)
-    run_id = record_step(session, mlflow_uri(), mlflow_artifacts())
+        run_id = record_step(session, mlflow_uri(), mlflow_artifacts())
     return Summary(
         rows=verified.rows,
         tokens=verified.tokens,
@@ -80,13 +80,19 @@ def _extract_batches(session: Session) -> dict[str, Any]:
     started = time.monotonic()
     progress = session.engine.progress
     preflight = session.preflight
-    with ProgressReport(preflight.missing_rows, preflight.missing_tokens) as report:
-        futures = list(extract_step.map(list(preflight.missing), unmapped(session)))
-        pending = futures
-        while pending:
-            pending = list(wait(pending, timeout=TICK).not_done)
+    futures = extract_step.map(list(preflight.missing), unmapped(session))
+    work: list[Any] = [future.wrapped_future for future in futures]  # type: ignore[attr-defined]  # of threads
+    try:
+        with ProgressReport(preflight.missing_rows, preflight.missing_tokens) as report:
+            while concurrent.futures.wait(work, timeout=TICK).not_done:
+                report.show(progress)
             report.show(progress)
+    except BaseException:
+        # Ctrl-C, a cancelled flow: no batch may still write when the lock is given back.
+        session.engine.close()
+        concurrent.futures.wait(work)
+        raise
     run = keep_run(session, started)
     for future in futures:
-        future.result()  # raises what stopped a batch: a dead server, a lost lock
+        future.result()  # raises what stopped the batches: a dead server, a full disk, a lost lock
     return run

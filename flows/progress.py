@@ -23,7 +23,7 @@ class ProgressReport:
         self.rows, self.tokens = rows, tokens
         self.started = time.monotonic()
         self.next_artifact, self.next_log = 0.0, self.started + LOG_EVERY
-        self.artifact: Any = create_progress_artifact(0.0, key="extraction", description=f"0 of {rows} rows")
+        self.artifact: Any = None
         self.bar = Progress(
             TextColumn("  extract"),
             BarColumn(),
@@ -52,11 +52,21 @@ class ProgressReport:
         self.bar.update(self.line, completed=done.rows, rate=f"{rate:,.0f} tokens/s")
         text = self._describe(done, rate)
         if now >= self.next_artifact or finished:
-            update_progress_artifact(self.artifact, 100 * done.tokens / max(1, self.tokens), text)
+            self._tell_prefect(100 * done.tokens / max(1, self.tokens), text)
             self.next_artifact = now + ARTIFACT_EVERY
         if now >= self.next_log:
             get_run_logger().info("%s", text)
             self.next_log = now + LOG_EVERY
+
+    def _tell_prefect(self, percent: float, text: str) -> None:
+        """The page shows less while the API is away; the extraction goes on."""
+        try:
+            if self.artifact is None:
+                self.artifact = create_progress_artifact(percent, key="extraction", description=text)
+            else:
+                update_progress_artifact(self.artifact, percent, text)
+        except Exception as error:
+            get_run_logger().warning("the progress artifact could not be updated: %s", error)
 
     def _describe(self, done: Done, rate: float) -> str:
         left = f"{human_seconds((self.tokens - done.tokens) / rate)} left" if rate else "starting"

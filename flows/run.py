@@ -5,16 +5,17 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
 from prefect import Flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterId
 
 from flows.services import prefect_api
+from flows.summary import as_lines
 
+PAGE = 200  # task runs that the API returns at most
 RECORDING_DEADLINE = 20.0  # seconds for the server to write down the last task runs
 PREFECTS_OWN = (
     "Beginning flow run",
@@ -29,16 +30,22 @@ PREFECTS_OWN = (
 class StepLines(logging.Handler):
     """Prints what the steps log. Batches have the progress bar: of them only what went wrong is printed."""
 
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.task_runs: set[UUID] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
         step = getattr(record, "task_run_name", None) or ("extract" if hasattr(record, "flow_run_name") else None)
+        if run := getattr(record, "task_run_id", None):
+            self.task_runs.add(UUID(str(run)))
         message = record.getMessage()
         if step is None or message.startswith(PREFECTS_OWN):
             return
         if step.startswith("extract-") and record.levelno < logging.WARNING:
             return
-        name = step.partition("-")[0]
         first, *rest = message.splitlines() or [""]
-        print(f"  {name:<10} {first}", *(f"  {'':<10} {line}" for line in rest), sep="\n", file=sys.stderr, flush=True)
+        text = as_lines([(step.partition("-")[0], first), *(("", line) for line in rest)])
+        print(text, file=sys.stderr, flush=True)
 
 
 def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None) -> Any:
@@ -48,28 +55,26 @@ def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None) -> Any
     # of ours must be there until then.
     atexit.register(resources.close)
     url = resources.enter_context(prefect_api(port))
-    print(f"  Prefect    {url.removesuffix('/api')} while this runs", file=sys.stderr, flush=True)
-    logging.getLogger("prefect").addHandler(StepLines(logging.INFO))
+    print(as_lines([("Prefect", f"{url.removesuffix('/api')} while this runs")]), file=sys.stderr, flush=True)
+    lines = StepLines()
+    logging.getLogger("prefect").addHandler(lines)
     state: Any = flow(config, return_state=True)
-    _wait_until_recorded(state.state_details.flow_run_id)
+    try:
+        _wait_until_recorded(lines.task_runs)
+    except Exception as error:
+        print(f"  The Prefect page may lack the last steps: {error}", file=sys.stderr)
     return state.result()
 
 
-def _wait_until_recorded(flow_run: UUID | None) -> None:
+def _wait_until_recorded(task_runs: set[UUID]) -> None:
     """Task runs reach the server as events: give it the time to write them down before it may be stopped."""
-    if flow_run is None:
-        return
-    mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
-    _poll(lambda: _all_final(mine), RECORDING_DEADLINE)
-
-
-def _all_final(mine: FlowRunFilter) -> bool:
+    deadline = time.monotonic() + RECORDING_DEADLINE
+    left = set(task_runs)
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=mine)
-    return bool(runs) and all(run.state and run.state.is_final() for run in runs)
-
-
-def _poll(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.3)
+        while left and time.monotonic() < deadline:
+            page = list(left)[:PAGE]
+            runs = client.read_task_runs(task_run_filter=TaskRunFilter(id=TaskRunFilterId(any_=page)))
+            final = {run.id for run in runs if run.state and run.state.is_final()}
+            left -= final
+            if not final:
+                time.sleep(0.3)

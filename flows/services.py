@@ -53,8 +53,8 @@ def prefect_api(port: int | None = None) -> Iterator[str]:
     """A Prefect API for the time of the context; yields its URL.
 
     The one that the user has configured (PREFECT_API_URL, a profile); else one of this state folder that runs already
-    (`python -m flows ui`); else a new one on loopback, which ends with the context. `port`: of the new one; default
-    4200, or any free port where that is taken.
+    (that of `python -m flows ui`); else a new one on loopback, which ends with the context.
+    `port`: of the new one; default 4200, or any free port where that is taken.
     """
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
@@ -62,13 +62,11 @@ def prefect_api(port: int | None = None) -> Iterator[str]:
     if configured := get_current_settings().api.url:
         yield configured
         return
-    home = state_home() / "prefect"
-    note = home / "server.json"
-    url = _running(note)
+    url = _running(_note())
     with contextlib.ExitStack() as stack:
         if url is None:
             chosen = port or (PREFECT_PORT if _is_free(PREFECT_PORT) else free_port())
-            url = stack.enter_context(_prefect_server(home, note, chosen))
+            url = stack.enter_context(_prefect_server(chosen))
         os.environ["PREFECT_API_URL"] = url
         refresh_global_settings_context()
         try:
@@ -97,14 +95,18 @@ def mlflow_server(port: int = MLFLOW_PORT) -> Iterator[str]:
 def serve_pages(prefect_port: int, mlflow_port: int) -> None:
     """Serve the Prefect and MLflow pages until Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    with prefect_api(prefect_port) as prefect, mlflow_server(mlflow_port) as mlflow:
+    note = _note()
+    with prefect_api(prefect_port) as prefect, mlflow_server(mlflow_port) as mlflow, contextlib.ExitStack() as stack:
+        write_json(note, {"url": prefect})
+        stack.callback(note.unlink, missing_ok=True)
         print(f"  Prefect    {prefect.removesuffix('/api')}\n  MLflow     {mlflow}\n  Ctrl-C ends both.", flush=True)
         signal.pause()
 
 
 @contextlib.contextmanager
-def _prefect_server(home: Path, note: Path, port: int) -> Iterator[str]:
+def _prefect_server(port: int) -> Iterator[str]:
     check_port(HOST, port, "--prefect-port")
+    home = state_home() / "prefect"
     home.mkdir(parents=True, exist_ok=True)
     url = f"http://{HOST}:{port}/api"
     environment = {
@@ -115,11 +117,7 @@ def _prefect_server(home: Path, note: Path, port: int) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
     with _service("Prefect", command, environment, home / "server.log", f"{url}/health"):
-        write_json(note, {"url": url})
-        try:
-            yield url
-        finally:
-            note.unlink(missing_ok=True)
+        yield url
 
 
 @contextlib.contextmanager
@@ -146,6 +144,11 @@ def _service(name: str, command: list[str], environment: dict[str, str], log: Pa
     finally:
         process.stdin.close()
         process.wait()
+
+
+def _note() -> Path:
+    """Where `python -m flows ui` says that its Prefect server is there to be used by others."""
+    return state_home() / "prefect" / "pages.json"
 
 
 def _running(note: Path) -> str | None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tasks.errors import StoreError
 from tasks.store.layout import Store, read_extraction
+from tasks.store.lock import WriterLock
 from tasks.verification import Verified, verify_store
 
 
@@ -14,9 +15,5 @@ def verify_output(output: Path, dataset: Path | None = None) -> Verified:
     if found is None:
         raise StoreError(f"{output} holds no extraction: there is no {store.extraction.name}.")
     config = found["config"]
-    return verify_store(
-        store,
-        dataset or Path(config["dataset"]["path"]),
-        found["parts"]["vocab_size"],
-        config["extraction"]["max_failed_share"],
-    )
+    with WriterLock(store.lock):
+        return verify_store(store, dataset or Path(config["dataset"]["path"]), config["extraction"]["max_failed_share"])

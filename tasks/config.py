@@ -7,14 +7,16 @@ them, and Prefect's form shows them.
 import difflib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.errors import ConfigError
 
 GIB = 1 << 30
+# Absolute from the start: what is kept with the output must mean the same from any working directory.
+AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
 class Section(BaseModel):
@@ -26,7 +28,7 @@ class Section(BaseModel):
 class DatasetConfig(Section):
     """What to extract from: a JSONL file of tokenized samples."""
 
-    path: Path = Field(
+    path: AbsolutePath = Field(
         description="JSONL file, one sample a line: input_ids (token ids), optional loss_mask (0/1, same length), id."
     )
     max_seq_len: int = Field(gt=0, description="Longest sample in tokens. Longer ones meet on_too_long.")
@@ -45,7 +47,7 @@ class DatasetConfig(Section):
 class ModelConfig(Section):
     """The model whose hidden states are wanted."""
 
-    path: Path = Field(description="Folder of a Hugging Face checkpoint: config.json and safetensors files.")
+    path: AbsolutePath = Field(description="Folder of a Hugging Face checkpoint: config.json and safetensors files.")
 
 
 class CaptureConfig(Section):
@@ -99,7 +101,7 @@ class ServerConfig(Section):
 class StagingConfig(Section):
     """Where the server leaves its dumps until they are stored."""
 
-    path: Path = Field(
+    path: AbsolutePath = Field(
         default=Path("/dev/shm/drillcore"),
         description="Directory on the server's host, best in shared memory. A managed server gets a folder of its own "
         "inside.",
@@ -112,7 +114,7 @@ class StagingConfig(Section):
 class OutputConfig(Section):
     """Where the hidden states are stored."""
 
-    path: Path = Field(description="Directory of the store. The same config and directory resume an extraction.")
+    path: AbsolutePath = Field(description="Directory of the store. The same config and directory resume a run.")
     shard_bytes: int = Field(
         default=2 * GIB,
         gt=0,
@@ -128,6 +130,12 @@ class ExtractionConfig(Section):
         default=131_072, gt=0, description="Most prompt tokens at the server at any time, over all requests."
     )
     requests_in_flight: int = Field(default=128, gt=0, description="Most requests at the server at any time.")
+    slowest_tokens_per_second: float = Field(
+        default=200,
+        gt=0,
+        description="The slowest server to put up with: a prefill whose answer takes longer than all tokens in flight "
+        "need at this rate, and two minutes more, is tried again.",
+    )
     attempts: int = Field(default=4, ge=1, description="Tries of one prefill that fails in a way that may pass.")
     max_failed_share: float = Field(
         default=0.0, ge=0, lt=1, description="Share of rows that may fail in the end before the run counts as failed."
@@ -213,7 +221,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"--set {override!r}: {section!r} is a value in the config, not a section.")
-    values[field] = yaml.safe_load(value)
+    try:
+        values[field] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
 
 
 def _explain(problem: Any) -> str:

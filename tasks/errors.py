@@ -42,7 +42,11 @@ class OutputError(InputError):
 
 
 class StoreError(DrillcoreError):
-    """What the store holds is damaged or contradicts its own records."""
+    """What the store holds is damaged or contradicts its own records, or the dataset changed under it."""
+
+
+class LostLockError(DrillcoreError):
+    """Another writer has taken over the store while this run was writing."""
 
 
 class ServerError(DrillcoreError):
@@ -50,11 +54,12 @@ class ServerError(DrillcoreError):
 
 
 class TransientPrefillError(DrillcoreError):
-    """A prefill failed in a way that may pass: a connection, a timeout, HTTP 5xx, a damaged dump. Worth a retry."""
+    """A prefill failed in a way that may pass: a connection, a timeout, HTTP 5xx, a dump that is damaged
+    or that the plugin could not write. Worth a retry."""
 
 
 class RowError(DrillcoreError):
-    """One row cannot be extracted, however often it is tried (HTTP 400, an error record of the plugin)."""
+    """One row cannot be extracted, however often it is tried (HTTP 400)."""
 
 
 class ProbeError(DrillcoreError):

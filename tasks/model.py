@@ -10,6 +10,7 @@ from tasks.errors import ModelError
 from tasks.files import sha256_of_json
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes an element
+SAMPLES, SAMPLE_BYTES = 16, 64 << 10  # of each file's weights, evenly spread, for the identity
 HEADER_LIMIT = 100 << 20  # bytes: the safetensors format's own limit
 
 
@@ -24,7 +25,7 @@ class Model:
     vocab_size: int
     max_positions: int
     identity: str
-    """SHA-256 over config.json and the name, size and header of every safetensors file."""
+    """SHA-256 over config.json and the name, size, header and samples of every safetensors file."""
 
 
 def read_model(path: Path) -> Model:
@@ -65,9 +66,9 @@ def capture_layers(model: Model, layers: list[int] | str) -> list[int]:
     """The decoder layers to store; 'eagle3' is [1, n // 2 - 1, n - 4] for n layers. Raises ModelError."""
     count = model.layers
     chosen = [1, count // 2 - 1, count - 4] if isinstance(layers, str) else layers
-    if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= layer < count - 1 for layer in chosen):
+    if not chosen or chosen != sorted(set(chosen)) or not all(0 <= layer < count - 1 for layer in chosen):
         raise ModelError(
-            f"capture.layers = {layers} gives {chosen}: they must be different and between 0 and {count - 2}. The "
+            f"capture.layers = {layers} gives {chosen}: they must ascend, between 0 and {count - 2}. The "
             f"model has {count} layers, and the output of the last one is the final state, which is always stored."
         )
     return chosen
@@ -80,5 +81,12 @@ def _identity(config: dict[str, Any], files: list[Path]) -> str:
             length = int.from_bytes(stream.read(8), "little")
             if length > HEADER_LIMIT:
                 raise ModelError(f"{file} is not a safetensors file: its header would be {length} bytes long.")
-            parts.append([file.name, file.stat().st_size, hashlib.sha256(stream.read(length)).hexdigest()])
+            digest = hashlib.sha256(stream.read(length))
+            size = file.stat().st_size
+            for sample in range(
+                SAMPLES
+            ):  # all of a 1T model would take minutes; another training step changes them all
+                stream.seek(8 + length + (size - 8 - length) * sample // SAMPLES)
+                digest.update(stream.read(SAMPLE_BYTES))
+            parts.append([file.name, size, digest.hexdigest()])
     return sha256_of_json({"config": config, "files": parts})

@@ -32,8 +32,6 @@ class Installation:
     sglang: str
     root: Path
     """The sglang package's folder."""
-    plugin: str
-    """Version of the capture plugin."""
 
 
 def find_installation(interpreter: str | None) -> Installation:
@@ -60,12 +58,17 @@ def find_installation(interpreter: str | None) -> Installation:
             f"{', '.join(supported_versions())} (patches/manifest.json). Install one of these, or set "
             "server.interpreter."
         )
-    return Installation(interpreter, found["version"], Path(found["root"]), _manifest()["plugin"])
+    return Installation(interpreter, found["version"], Path(found["root"]))
 
 
 def supported_versions() -> list[str]:
     """SGLang versions that the capture plugin is known to fit."""
     return list(_manifest()["sglang"])
+
+
+def plugin_version() -> str:
+    """Version of the capture plugin in `patches/`."""
+    return _manifest()["plugin"]
 
 
 def check_signatures(installation: Installation) -> None:

@@ -12,8 +12,9 @@ from tasks.dataset.scan import scan_dataset
 from tasks.errors import SetupError, SpaceError
 from tasks.files import human_bytes
 from tasks.model import ITEMSIZE, Model, capture_layers, read_model
-from tasks.patching import Installation, find_installation
+from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
+from tasks.server.facts import numerics_of_arguments, numerics_of_info, server_info
 from tasks.server.ports import check_port
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of
 from tasks.store.record import Record, record_path, usable_records
@@ -31,7 +32,11 @@ class Preflight:
     model: Model
     layers: list[int]
     installation: Installation | None
-    """None for an attached server: it names its version itself."""
+    """None for an attached server."""
+    sglang: str
+    """The server's version."""
+    numerics: dict[str, str | None]
+    """Settings of the server that change the states' values."""
     dataset_sha256: str
     plan: Plan
     resumed: bool
@@ -60,8 +65,9 @@ class Preflight:
     def missing_tokens(self) -> int:
         return sum(int(self.plan.tokens[rows].sum()) for rows in self.missing.values())
 
-    def parts(self, sglang: str) -> dict[str, Any]:
-        """All that decides the bytes of the store; `sglang` is the server's version."""
+    @property
+    def parts(self) -> dict[str, Any]:
+        """All that decides the bytes of the store."""
         config = self.config
         return {
             "format": "drillcore.store/1",
@@ -75,8 +81,14 @@ class Preflight:
             "max_seq_len": config.dataset.max_seq_len,
             "on_too_long": config.dataset.on_too_long,
             "on_invalid": config.dataset.on_invalid,
-            "sglang": sglang,
+            "sglang": self.sglang,
+            "plugin": plugin_version(),
+            **self.numerics,
         }
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.parts)
 
 
 def token_bytes(config: ExtractConfig, model: Model, layers: list[int]) -> int:
@@ -96,49 +108,43 @@ def run_preflight(config: ExtractConfig, space: bool = True) -> Preflight:
             f"dataset.max_seq_len is {config.dataset.max_seq_len}, the model takes {model.max_positions} positions "
             f"({config.model.path}/config.json)."
         )
-    installation = None
     if config.server.mode == "managed":
-        installation = find_installation(config.server.interpreter)
+        installation: Installation | None = find_installation(config.server.interpreter)
+        assert installation is not None
+        sglang, numerics = installation.sglang, numerics_of_arguments(config.server.arguments)
         if config.server.port:
             check_port(config.server.host, config.server.port, "server.port")
-    scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
-    preflight = Preflight(config, model, layers, installation, scan.sha256, scan.plan, False, {})
-    if installation:
-        preflight = with_progress_of_output(preflight, installation.sglang)
     else:
-        preflight = _with_missing(preflight, scan.plan, [], False)
+        info = server_info(str(config.server.url).rstrip("/"))
+        installation, sglang, numerics = None, info["version"], numerics_of_info(info)
+    scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
+    fresh = Preflight(config, model, layers, installation, sglang, numerics, scan.sha256, scan.plan, False, {})
+    preflight = _with_progress_of_output(fresh)
     if space:
         check_space(preflight)
     return preflight
 
 
-def with_progress_of_output(preflight: Preflight, sglang: str) -> Preflight:
-    """Look into the output: is it ours, and which rows does it have already? The plan it holds is the one to keep.
+def open_output(preflight: Preflight) -> None:
+    """Make the store ready to be written; the lock must be held.
 
-    Raises OutputError if it belongs to another extraction.
+    From here on it is not complete, so what says that it is goes first; so does what earlier writers left half done.
     """
-    parts = preflight.parts(sglang)
-    if not check_owner(preflight.store, parts):
-        return _with_missing(preflight, preflight.plan, [], False)
-    plan = load_plan(preflight.store.plan) if preflight.store.plan.exists() else preflight.plan
-    return _with_missing(preflight, plan, usable_records(preflight.store, fingerprint_of(parts)), True)
-
-
-def open_output(preflight: Preflight, sglang: str) -> str:
-    """Make the store ready to be written; the lock must be held. Returns the fingerprint."""
-    store, parts = preflight.store, preflight.parts(sglang)
-    fingerprint = fingerprint_of(parts)
-    if not check_owner(store, parts):
-        create_store(store, parts, preflight.config.model_dump(mode="json"))
+    store = preflight.store
+    if not check_owner(store, preflight.parts):
+        create_store(store, preflight.parts, preflight.config.model_dump(mode="json"))
+    store.manifest.unlink(missing_ok=True)
+    store.ledger.unlink(missing_ok=True)
+    store.shards.mkdir(exist_ok=True)
+    store.logs.mkdir(exist_ok=True)
     if not store.plan.exists():
         save_plan(preflight.plan, store.plan)
     for remains in store.shards.glob(".*.tmp"):
         remains.unlink()
-    usable = {record_path(store, record.batch, record.part) for record in usable_records(store, fingerprint)}
+    usable = {record_path(store, record.batch, record.part) for record in usable_records(store, preflight.fingerprint)}
     for path in store.shards.glob("[0-9]*.json"):
         if path not in usable:  # its shard is gone or has another size: the rows are extracted anew
             path.unlink()
-    return fingerprint
 
 
 def check_space(preflight: Preflight) -> None:
@@ -201,11 +207,20 @@ def describe(preflight: Preflight) -> list[tuple[str, str]]:
     return lines
 
 
-def _with_missing(preflight: Preflight, plan: Plan, records: list[Record], resumed: bool) -> Preflight:
+def _with_progress_of_output(preflight: Preflight) -> Preflight:
+    """Look into the output: is it ours, and which rows does it have already? The plan that it holds is the one to keep.
+
+    Raises OutputError if it belongs to another extraction.
+    """
+    store, plan = preflight.store, preflight.plan
+    records: list[Record] = []
+    resumed = check_owner(store, preflight.parts)
+    if resumed:
+        plan = load_plan(store.plan) if store.plan.exists() else plan
+        records = usable_records(store, preflight.fingerprint)
     done = {row.row for record in records for row in record.rows}
     missing = {}
     for batch, rows in enumerate(plan.rows_by_batch()):
-        left = [row for row in rows if row not in done]
-        if left:
+        if left := [row for row in rows if row not in done]:
             missing[batch] = left
     return dataclasses.replace(preflight, plan=plan, missing=missing, resumed=resumed)

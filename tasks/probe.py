@@ -39,6 +39,8 @@ class ProbeReport:
     prompts: int
     tokens: int
     seconds: float
+    chunks: int
+    """Most forward passes that one prompt was split over."""
     noise: list[float]
     """Largest relative error between two prefills of one prompt: aux layers in order, then the final state."""
     top_token_agreement: float
@@ -52,13 +54,16 @@ class ProbeReport:
 def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: int) -> ProbeReport:
     """Prove the server's capture. Raises ProbeError that says what is wrong; nothing should be extracted then."""
     started = time.monotonic()
-    long = min(facts.chunked_prefill_size + 17, max_seq_len, facts.longest_prompt)
+    longest = min(max_seq_len, facts.longest_prompt)
+    long = min(facts.chunked_prefill_size + 17, longest)
     random = np.random.default_rng(SEED)
-    lengths = [length for length in (*SHORT_PROMPTS, long) if length <= min(max_seq_len, facts.longest_prompt)]
+    # Together they do not fit one forward pass, so at least one prompt is split over two.
+    several = [long] * (facts.chunked_prefill_size // long + 1)
+    lengths = [*(length for length in SHORT_PROMPTS if length <= longest), *several]
     prompts = [random.integers(0, model.vocab_size, length, dtype=np.int32) for length in lengths]
     try:
-        alone = [_states(engine, [prompt])[0] for prompt in prompts]
-        together = _states(engine, [*prompts, prompts[-1]])
+        alone = [_states(engine, [prompt])[0][0] for prompt in prompts]
+        together, chunks = _states(engine, [*prompts, prompts[-1]])
     except (RowError, TransientPrefillError) as error:
         raise ProbeError(f"The server did not give the probe its dumps: {error}") from error
     noise = _check_agreement(engine, alone, together)
@@ -68,6 +73,7 @@ def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: 
         prompts=2 * len(prompts) + 1,
         tokens=2 * sum(lengths) + lengths[-1],
         seconds=round(time.monotonic() - started, 2),
+        chunks=chunks,
         noise=noise,
         top_token_agreement=agreement,
         positions=positions,
@@ -85,14 +91,16 @@ def states_of(aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     return torch.stack([*aux.unflatten(-1, (-1, last.shape[-1])).unbind(1), last]).float()
 
 
-def _states(engine: PrefillEngine, prompts: list[np.ndarray]) -> list[torch.Tensor]:
+def _states(engine: PrefillEngine, prompts: list[np.ndarray]) -> tuple[list[torch.Tensor], int]:
+    """The prompts' states, and the most forward passes that one of them was split over."""
     futures = [engine.submit(row, prompt) for row, prompt in enumerate(prompts)]
-    states = []
+    states, chunks = [], 0
     for future in futures:
         dump = future.result()
+        chunks = max(chunks, dump.chunks)
         states.append(states_of(dump.aux, dump.last))
         engine.release(dump)
-    return states
+    return states, chunks
 
 
 def _check_agreement(engine: PrefillEngine, alone: list[torch.Tensor], together: list[torch.Tensor]) -> list[float]:

@@ -5,7 +5,6 @@ process.
 """
 
 import contextlib
-import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,12 +22,13 @@ from tasks.extraction.engine import PrefillEngine
 from tasks.files import human_bytes, write_json
 from tasks.lineage.record import record_extraction
 from tasks.patching import check_signatures, server_paths
-from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit, with_progress_of_output
+from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
 from tasks.probe import ProbeReport, probe
 from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, remove_leftovers
 from tasks.store.lock import WriterLock
-from tasks.verification import Verified, verify_store
+from tasks.store.runs import add_run
+from tasks.verification import Verified, comparison_due, verify_store
 
 UNCACHED: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 
@@ -46,7 +46,6 @@ class Session:
         self.lock: WriterLock
         self.server: Server
         self.facts: ServerFacts
-        self.fingerprint: str
         self.engine: PrefillEngine | None = None
         self.report: ProbeReport | None = None
         self.resources = contextlib.ExitStack()
@@ -57,6 +56,10 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.resources.close()
+
+    def needs_server(self) -> bool:
+        """Whether rows are missing, or a share of them was not extracted a second time yet."""
+        return bool(self.preflight.missing) or comparison_due(self.store, self.config.verify)
 
 
 @task(name="preflight", **UNCACHED)
@@ -85,14 +88,14 @@ def server_step(session: Session) -> None:
     """Start the server, or find the attached one, and check its settings."""
     logger, preflight, config = get_run_logger(), session.preflight, session.config
     for name in remove_leftovers(config.staging.path):
-        logger.warning("removed the staging folder %s of a run that died", name)
+        logger.warning("removed %s from the staging: a dead run's", name)
     if preflight.installation is None:
         server: Server = AttachedServer(str(config.server.url), config.staging.path)
     else:
         server = ManagedServer(config, preflight.installation, preflight.layers, server_log(session))
     session.resources.callback(server.stop)
     server.start()
-    session.facts = check_server(server, config, preflight.layers, preflight.plan.longest)
+    session.facts = check_server(server, config, preflight.model, preflight.layers, preflight.plan.longest)
     session.server = server
     logger.info("SGLang %s answers at %s", session.facts.sglang, server.url)
 
@@ -104,9 +107,7 @@ def probe_step(session: Session) -> None:
     engine = PrefillEngine(session.server, preflight.captured, config.extraction, staging_limit(config))
     session.engine = session.resources.enter_context(engine)
     report = probe(engine, preflight.model, session.facts, config.dataset.max_seq_len)
-    if preflight.installation is None:
-        session.preflight = with_progress_of_output(preflight, session.facts.sglang)
-    session.fingerprint = open_output(session.preflight, session.facts.sglang)
+    open_output(preflight)
     session.report = report
     write_json(session.store.logs / "probe.json", report.to_json())
     get_run_logger().info(
@@ -121,12 +122,16 @@ def probe_step(session: Session) -> None:
 
 @task(name="extract", task_run_name="extract-{batch:06d}", **UNCACHED)
 def extract_step(batch: int, session: Session) -> BatchResult:
-    """Extract the missing rows of one batch and commit its shard."""
+    """Extract the missing rows of one batch and commit its shard. What stops it stops all: they share the cause."""
     assert session.engine is not None
     logger, preflight = get_run_logger(), session.preflight
     numbers = preflight.missing[batch]
-    rows = list(read_planned(session.config.dataset.path, preflight.plan, numbers, preflight.model.vocab_size))
-    result = extract_batch(batch, rows, session.engine, session.store, session.fingerprint, session.lock)
+    try:
+        rows = list(read_planned(session.config.dataset.path, preflight.plan, numbers, preflight.model.vocab_size))
+        result = extract_batch(batch, rows, session.engine, session.store, preflight.fingerprint, session.lock)
+    except Exception as error:
+        session.engine.close(error)
+        raise
     for failure in result.failed:
         logger.error("batch %06d: row %d failed: %s", batch, failure.row, failure.reason)
     logger.info("batch %06d: %d rows, %d tokens, %s", batch, result.rows, result.tokens, human_bytes(result.bytes))
@@ -140,7 +145,6 @@ def verify_step(session: Session) -> Verified:
     verified = verify_store(
         session.store,
         config.dataset.path,
-        session.preflight.model.vocab_size,
         config.extraction.max_failed_share,
         config.verify,
         session.engine,
@@ -177,7 +181,7 @@ def server_log(session: Session) -> Path:
 
 
 def keep_run(session: Session, started: float) -> dict[str, Any]:
-    """Add this run's figures to the store's `logs/runs.jsonl`; started: time.monotonic() of the extraction's begin."""
+    """Add this run's figures to the store; started: time.monotonic() of the extraction's begin."""
     assert session.engine is not None
     progress = session.engine.progress
     run = {
@@ -189,6 +193,5 @@ def keep_run(session: Session, started: float) -> dict[str, Any]:
         "failed": progress.failed,
         "retries": progress.retries,
     }
-    with (session.store.logs / "runs.jsonl").open("a") as file:
-        file.write(json.dumps(run) + "\n")
+    add_run(session.store, run)
     return run

@@ -7,24 +7,23 @@ device; a random share extracted a second time, where there is a server.
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tasks.config import VerifyConfig
-from tasks.dataset.plan import ACTIONS, EXTRACT, SKIP, TRUNCATE, Plan, load_plan
+from tasks.dataset.plan import Plan, load_plan
 from tasks.dataset.rows import read_planned
 from tasks.errors import DatasetError, ExtractionError, StoreError, VerificationError
 from tasks.extraction.engine import PrefillEngine
-from tasks.files import checksum_of, sha256_of, sha256_of_json, write_atomic, write_json
+from tasks.files import checksum_of, sha256_of, write_json
 from tasks.probe import ProbeReport, relative_errors, states_of
+from tasks.store.books import DONE, FAILED, MISSING, TRUNCATED, Books, balance, records_digest, write_ledger
 from tasks.store.layout import Store, read_extraction
 from tasks.store.record import Record, RowRecord, read_records, record_path
 from tasks.store.shard import AUX, DTYPES, IDS, LAST, MASK, tensor_name
@@ -34,7 +33,7 @@ RMS_TOLERANCE = 0.01  # relative, between the device's sum and ours: both in flo
 # A second extraction may differ this much more than the probe saw one prompt differ from itself.
 NOISE_FACTOR = 4.0
 SAMPLE_SEED = 1
-DONE, TRUNCATED, SKIPPED, FAILED = "done", "truncated", "skipped", "failed"
+COMPARISON = "reextraction.json"  # in the store's logs
 
 
 @dataclass(frozen=True)
@@ -54,76 +53,97 @@ class Verified:
     """Largest relative error among them."""
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A re-extraction of some rows: how far the second states were from the stored ones."""
+
+    records_sha256: str
+    """Of the commit records that it holds for."""
+    rows: list[int]
+    largest_difference: float
+    """Relative (L2) over a row's state."""
+    limits: list[float]
+    """Largest difference that counts as rounding: aux layers in order, then the final state."""
+    problems: list[str]
+
+
 def verify_store(
     store: Store,
     dataset: Path,
-    vocab_size: int,
-    max_failed_share: float = 0.0,
+    max_failed_share: float,
     config: VerifyConfig | None = None,
     engine: PrefillEngine | None = None,
     probe: ProbeReport | None = None,
-    on_progress: Callable[[int], None] = lambda size: None,
 ) -> Verified:
-    """Check a store and write its ledger and manifest.
+    """Check a store and write its ledger and manifest. The lock must be held.
 
-    vocab_size: of the model that the rows were judged with; engine and probe: to extract a share again; on_progress:
-    called with the bytes of each shard read. Raises VerificationError listing what is wrong (an old manifest is removed
-    then), ExtractionError if only rows are missing, StoreError if the store's own books are damaged.
+    engine, probe, config: to extract a share again; without them an earlier comparison of the same records counts.
+    Raises VerificationError listing what is wrong, ExtractionError if only rows are missing, StoreError if the store's
+    own books are damaged, DatasetError if the dataset is gone. The manifest is there only if it passed.
     """
-    found = read_extraction(store)
-    if found is None:
+    store.manifest.unlink(missing_ok=True)
+    extraction = read_extraction(store)
+    if extraction is None:
         raise StoreError(f"{store.root} holds no extraction: there is no {store.extraction.name}.")
-    plan, records = load_plan(store.plan), read_records(store)
-    parts = found["parts"]
-    problems: list[str] = []
     if not dataset.exists():
         raise DatasetError(f"The dataset {dataset} does not exist; its ids and masks are needed to verify.")
+    plan, records, parts = load_plan(store.plan), read_records(store), extraction["parts"]
+    books = balance(plan, records)
+    problems = list(books.problems)
     if (actual := sha256_of(dataset)) != parts["input_sha256"]:
-        problems.append(f"{dataset} is not the file that was extracted: sha256 {actual[:12]}..., not "
-                        f"{parts['input_sha256'][:12]}...")  # fmt: skip
-    else:
+        problems.append(f"{dataset} is another file than was extracted: its sha256 is {actual}")
+    elif not problems:
         for record in records:
-            problems += _check_record(store, record, plan, dataset, parts, vocab_size, found["fingerprint"])
-            on_progress(record.bytes)
-    states, reasons = _balance(plan, records, problems)
-    reextracted, largest = 0, None
+            problems += _check_record(store, record, plan, dataset, extraction)
     if not problems and engine and probe and config:
-        reextracted, largest = _reextract(store, plan, dataset, vocab_size, records, engine, probe, config, problems)
+        _reextract(store, plan, dataset, records, engine, probe, config, parts["vocab_size"])
+    comparison = read_comparison(store, records_digest(store, records))
+    problems += comparison.problems if comparison else []
     if problems:
-        store.manifest.unlink(missing_ok=True)
-        raise VerificationError(_list_problems(store, problems))
-    counts = {name: states.count(name) for name in (DONE, TRUNCATED, SKIPPED, FAILED)}
-    if not counts[DONE] + counts[TRUNCATED] or counts[FAILED] > max_failed_share * len(plan):
-        store.manifest.unlink(missing_ok=True)
-        failures = [f"row {row}: {reason}" for row, reason in enumerate(reasons) if states[row] == FAILED]
-        raise ExtractionError(
-            f"{counts[FAILED]} of {len(plan)} rows are missing from {store.root} (extraction.max_failed_share allows "
-            f"{max_failed_share:.2%}):\n" + _shorten(failures) + "\nRun the same command again to try them again."
+        raise VerificationError(
+            f"{store.root} did not pass: {len(problems)} problem(s).\n{_shorten(problems)}\n"
+            "Delete the commit record (shards/*.json) of a damaged shard and run the extraction again to replace it."
         )
-    _write_ledger(store, plan, records, states, reasons)
-    manifest = _manifest(store, found, plan, records, counts)
+    _check_complete(store, plan, books, max_failed_share)
+    write_ledger(store.ledger, plan, books)
+    manifest = _manifest(store, extraction, records, books)
     write_json(store.manifest, manifest)
     return Verified(
         digest=sha256_of(store.manifest),
-        rows=counts,
+        rows=manifest["rows_by_state"],
         tokens=manifest["tokens"],
         bytes=manifest["bytes"],
         shards=manifest["shards"],
-        reextracted=reextracted,
-        largest_difference=largest,
+        reextracted=len(comparison.rows) if comparison else 0,
+        largest_difference=comparison.largest_difference if comparison else None,
     )
 
 
-def _check_record(
-    store: Store, record: Record, plan: Plan, dataset: Path, parts: dict[str, Any], vocab_size: int, fingerprint: str
-) -> list[str]:
+def comparison_due(store: Store, config: VerifyConfig) -> bool:
+    """Whether a share of this store must still be extracted a second time and pass."""
+    if not config.reextract_rows and not config.reextract_share:
+        return False
+    comparison = read_comparison(store, records_digest(store, read_records(store)))
+    return comparison is None or bool(comparison.problems)
+
+
+def read_comparison(store: Store, digest: str) -> "Comparison | None":
+    """The last re-extraction's outcome, if it was of the records with this digest."""
+    try:
+        value = json.loads((store.logs / COMPARISON).read_bytes())
+        return Comparison(**value) if value["records_sha256"] == digest else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{store.logs / COMPARISON} is damaged: {error}. Delete it.") from error
+
+
+def _check_record(store: Store, record: Record, plan: Plan, dataset: Path, extraction: dict[str, Any]) -> list[str]:
     """What is wrong with one shard."""
+    parts = extraction["parts"]
     name = record_path(store, record.batch, record.part).name
-    if record.fingerprint != fingerprint:
+    if record.fingerprint != extraction["fingerprint"]:
         return [f"{name} belongs to another extraction ({record.fingerprint[:12]}...)"]
-    outside = [row.row for row in record.rows if not 0 <= row.row < len(plan) or plan.batch[row.row] != record.batch]
-    if outside:
-        return [f"{name} lists rows that the plan does not have in batch {record.batch}: {outside[:5]}"]
     if record.file is None:
         return []
     path = store.shards / record.file
@@ -139,7 +159,7 @@ def _check_record(
             if differing := wanted ^ set(shard.keys()):
                 return [f"{record.file} and its record differ in {len(differing)} tensors, as {min(differing)}"]
             numbers = [row.row for row in record.rows]
-            inputs = read_planned(dataset, plan, numbers, vocab_size)
+            inputs = read_planned(dataset, plan, numbers, parts["vocab_size"])
             problems = []
             for row, source in zip(record.rows, inputs, strict=True):
                 problem = _check_row(shard, row, source.input_ids, source.loss_mask, parts)
@@ -179,123 +199,88 @@ def _check_row(shard: Any, row: RowRecord, ids: np.ndarray, mask: np.ndarray, pa
     return None
 
 
-def _balance(plan: Plan, records: list[Record], problems: list[str]) -> tuple[list[str], list[str]]:
-    """State and reason of each row. Rows that are in the books twice become problems."""
-    states, reasons = [FAILED] * len(plan), ["not extracted yet"] * len(plan)
-    for record in records:
-        for failure in record.failed:
-            reasons[failure.row] = failure.reason
-    for row in np.flatnonzero(plan.action == ACTIONS.index(SKIP)).tolist():
-        states[row], reasons[row] = SKIPPED, plan.reason[row]
-    for record in records:
-        for stored in record.rows:
-            if not 0 <= stored.row < len(plan):
-                continue  # named by _check_record
-            if states[stored.row] != FAILED:
-                problems.append(f"row {stored.row} is in the books twice, again in batch {record.batch}.{record.part}")
-            action = ACTIONS[plan.action[stored.row]]
-            states[stored.row] = {EXTRACT: DONE, TRUNCATE: TRUNCATED}.get(action, SKIPPED)
-            reasons[stored.row] = plan.reason[stored.row]
-    return states, reasons
+def _check_complete(store: Store, plan: Plan, books: Books, max_failed_share: float) -> None:
+    """Only rows that were tried and failed may be missing, and not more than the config allows."""
+    missing = [row for row, state in enumerate(books.states) if state == MISSING]
+    failed = [row for row, state in enumerate(books.states) if state == FAILED]
+    counts = books.counts()
+    if not missing and len(failed) <= max_failed_share * len(plan) and counts[DONE] + counts[TRUNCATED]:
+        return
+    lines = [f"row {row}: {books.reasons[row]}" for row in [*failed, *missing]]
+    raise ExtractionError(
+        f"{store.root} is not complete: {len(failed)} of {len(plan)} rows failed (extraction.max_failed_share allows "
+        f"{max_failed_share:.2%}), {len(missing)} were not extracted yet.\n{_shorten(lines)}\n"
+        "Run the same command again: it tries just these."
+    )
 
 
 def _reextract(
     store: Store,
     plan: Plan,
     dataset: Path,
-    vocab_size: int,
     records: list[Record],
     engine: PrefillEngine,
     probe: ProbeReport,
     config: VerifyConfig,
-    problems: list[str],
-) -> tuple[int, float]:
-    """Extract a random share again and compare; returns (rows, largest relative error)."""
+    vocab_size: int,
+) -> None:
+    """Extract a random share again, compare, and keep the outcome with the store."""
     where = {row.row: record for record in records for row in record.rows}
     count = min(len(where), max(config.reextract_rows, round(config.reextract_share * len(where))))
     chosen = sorted(random.Random(SAMPLE_SEED).sample(sorted(where), count))
-    limits = [
-        max(NOISE_FACTOR * noise, torch.finfo(getattr(torch, engine.captured.dtype)).eps) for noise in probe.noise
-    ]
-    futures = {
-        row.number: engine.submit(row.number, row.input_ids) for row in read_planned(dataset, plan, chosen, vocab_size)
-    }
-    largest = 0.0
-    for number, future in futures.items():
+    epsilon = torch.finfo(getattr(torch, engine.captured.dtype)).eps
+    limits = [NOISE_FACTOR * max(noise, epsilon) for noise in probe.noise]
+    names = [*(f"layer {layer}" for layer in engine.captured.layers), "final"]
+    futures = deque(
+        (row.number, engine.submit(row.number, row.input_ids))
+        for row in read_planned(dataset, plan, chosen, vocab_size)
+    )
+    largest, problems = 0.0, []
+    while futures:
+        number, future = futures.popleft()  # with the future goes the dump's mapping
         dump = future.result()
         again = states_of(dump.aux, dump.last)
         engine.release(dump)
+        del dump, future
         with safe_open(store.shards / str(where[number].file), framework="pt") as shard:
             stored = states_of(*(shard.get_tensor(tensor_name(number, tensor)) for tensor in (AUX, LAST)))
-        for name, error, limit in zip(
-            [*(f"layer {layer}" for layer in engine.captured.layers), "final"],
-            relative_errors(again, stored),
-            limits,
-            strict=True,
-        ):
+        for name, error, limit in zip(names, relative_errors(again, stored), limits, strict=True):
             largest = max(largest, error)
-            if error > limit:
+            if not error <= limit:
                 problems.append(
                     f"row {number}: extracted again, {name} differs by {error:.3g} (relative); "
                     f"the probe's noise allows {limit:.3g}"
                 )
-    return count, largest
+    comparison = Comparison(records_digest(store, records), chosen, largest, limits, problems)
+    write_json(store.logs / COMPARISON, asdict(comparison))
 
 
-def _write_ledger(store: Store, plan: Plan, records: list[Record], states: list[str], reasons: list[str]) -> None:
-    shard: list[str | None] = [None] * len(plan)
-    for record in records:
-        for row in record.rows:
-            shard[row.row] = record.file
-    table = pa.table(
-        {
-            "row": np.arange(len(plan), dtype=np.int64),
-            "id": pa.array(plan.id, pa.string()),
-            "state": pa.array(states).dictionary_encode(),
-            "reason": pa.array(reasons, pa.string()),
-            "tokens": plan.tokens,
-            "input_tokens": plan.input_tokens,
-            "shard": pa.array(shard, pa.string()),
-        }
-    )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomic(store.ledger, sink.getvalue().to_pybytes())
-
-
-def _manifest(
-    store: Store, extraction: dict[str, Any], plan: Plan, records: list[Record], counts: dict[str, int]
-) -> dict[str, Any]:
+def _manifest(store: Store, extraction: dict[str, Any], records: list[Record], books: Books) -> dict[str, Any]:
     """What the store is. The same store gives the same bytes at any time: no clock, no host in it."""
-    files = [record_path(store, record.batch, record.part) for record in records]
     return {
         "format": "drillcore.manifest/1",
         "fingerprint": extraction["fingerprint"],
         "parts": extraction["parts"],
-        "rows": len(plan),
-        "rows_by_state": counts,
+        "rows": len(books.states),
+        "rows_by_state": books.counts(),
         "tokens": sum(record.tokens for record in records),
         "bytes": sum(record.bytes for record in records),
         "shards": sum(record.file is not None for record in records),
-        "records_sha256": sha256_of_json({file.name: sha256_of(file) for file in files}),
+        "records_sha256": records_digest(store, records),
         "plan_sha256": sha256_of(store.plan),
         "ledger_sha256": sha256_of(store.ledger),
     }
 
 
 def read_manifest(store: Store) -> dict[str, Any]:
-    """The manifest of a verified store. Raises StoreError if there is none."""
+    """The manifest of a verified store. Raises StoreError if there is none, or if the records changed since."""
     try:
-        return json.loads(store.manifest.read_bytes())
+        manifest = json.loads(store.manifest.read_bytes())
     except (OSError, ValueError) as error:
         raise StoreError(f"{store.root} has no readable manifest ({error}): it is not verified.") from error
-
-
-def _list_problems(store: Store, problems: list[str]) -> str:
-    return (
-        f"{store.root} did not pass: {len(problems)} problem(s).\n{_shorten(problems)}\n"
-        "Delete the record (shards/*.json) of a damaged shard and run the extraction again to replace it."
-    )
+    if manifest["records_sha256"] != records_digest(store, read_records(store)):
+        raise StoreError(f"{store.root} changed since it was verified: verify it again.")
+    return manifest
 
 
 def _shorten(lines: list[str]) -> str:

@@ -44,6 +44,16 @@ LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 LOGITS_PROCESSOR = "sglang.srt.layers.logits_processor.LogitsProcessor.forward"
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32"}
 
+# Models whose loop hands over the input of the layer that it is about to run, for each number in `layers_to_capture`,
+# by reading SGLang 0.5.23. Others capture after the layer, or use another switch: they would be off by one in silence.
+KNOWN_MODELS = {
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+}
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,12 +95,11 @@ class Capture:
         model = getattr(runner.model, "language_model", runner.model)
         decoder = getattr(model, "model", None)
         count = len(getattr(decoder, "layers", ()))
-        if not hasattr(model, "capture_aux_hidden_states") or not hasattr(decoder, "layers_to_capture"):
-            raise CaptureError(f"{type(model).__name__} has no known way to capture hidden states")
-        # The loop of every model captures the input of the layer that it is about to run, so the output of the
-        # last one cannot be had this way.
-        if not all(0 <= layer < count - 1 for layer in self.layers):
-            raise CaptureError(f"layers {self.layers} must lie between 0 and {count - 2}: the model has {count} layers")
+        if type(model).__name__ not in KNOWN_MODELS or not hasattr(decoder, "layers_to_capture"):
+            raise CaptureError(f"{type(model).__name__} has no known way to capture hidden states: {KNOWN_MODELS}")
+        # States come in the order of the layers, and the output of the last one is no layer's input.
+        if self.layers != sorted(set(self.layers)) or not all(0 <= layer < count - 1 for layer in self.layers):
+            raise CaptureError(f"layers {self.layers} must ascend between 0 and {count - 2}: there are {count} layers")
         decoder.layers_to_capture = [layer + 1 for layer in self.layers]
         model.capture_aux_hidden_states = True
         self.longest_prompt = runner.model_config.context_len
@@ -117,7 +126,8 @@ class Capture:
         if self.writer is not None and getattr(batch, "rids", None):
             try:
                 aux = args[0] if args else kwargs.get("aux_hidden_states")
-                self.take(input_ids, hidden_states, batch, aux)
+                # A multimodal wrapper embeds the ids itself and passes None on.
+                self.take(batch.input_ids if input_ids is None else input_ids, hidden_states, batch, aux)
             except Exception:
                 logger.exception("drillcore: capture failed for a whole batch")
         return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
@@ -156,7 +166,7 @@ class Capture:
         if aux is None:
             raise CaptureError("the model gave no aux hidden states")
         if prefix == 0:  # also after a retraction or an abort: the prompt starts anew
-            self.assemblies[rid] = Assembly(rid, tokens, len(self.layers), hidden_states, self.stream)
+            self.assemblies[rid] = Assembly(rid, tokens, self.layers, self.final_norm, hidden_states, self.stream)
         assembly = self.assemblies.get(rid)
         have = assembly.have if assembly else 0
         if assembly is None or have != prefix:
@@ -167,7 +177,6 @@ class Capture:
         assembly.add(chunk_aux, hidden_states[rows], input_ids[rows])
         if assembly.have == tokens:
             del self.assemblies[rid]
-            assembly.describe(self.layers, self.final_norm)
             self.writer.put(assembly)
 
     def drop_abandoned(self):
@@ -179,21 +188,26 @@ class Capture:
 class Assembly:
     """The states of one prompt while its chunks arrive, in host memory (pinned when they come from a GPU)."""
 
-    def __init__(self, rid, tokens, layers, like, stream):
+    def __init__(self, rid, tokens, layers, final_norm, like, stream):
         hidden = like.shape[-1]
-        self.rid, self.tokens, self.have, self.touched = rid, tokens, 0, time.monotonic()
+        self.rid, self.tokens, self.layers, self.final_norm = rid, tokens, layers, final_norm
+        self.have, self.chunks, self.touched = 0, 0, time.monotonic()
         self.stream, self.copied = stream, None
         host = {"device": "cpu", "pin_memory": stream is not None}
-        self.aux = torch.empty((tokens, layers * hidden), dtype=like.dtype, **host)
+        self.aux = torch.empty((tokens, len(layers) * hidden), dtype=like.dtype, **host)
         self.last = torch.empty((tokens, hidden), dtype=like.dtype, **host)
         self.ids = torch.empty((tokens,), dtype=torch.int32, **host)
         # A line a state: sum of squares, rows that are zero, rows that are not finite. On the device: no wait here.
-        self.health = torch.zeros((layers + 1, 3), dtype=torch.float32, device=like.device)
-        self.health_host = torch.empty((layers + 1, 3), dtype=torch.float32, **host)
+        self.health = torch.zeros((len(layers) + 1, 3), dtype=torch.float32, device=like.device)
+        self.health_host = torch.empty((len(layers) + 1, 3), dtype=torch.float32, **host)
 
     def add(self, aux, last, ids):
         """aux: [rows, layers * hidden], last: [rows, hidden], ids: [rows], all on the model's device."""
         rows = slice(self.have, self.have + len(last))
+        for source, target in ((aux, self.aux), (last, self.last)):
+            # copy_ would convert and broadcast without a word
+            if source.dtype != target.dtype or source.shape != target[rows].shape:
+                raise CaptureError(f"states are {source.dtype} {tuple(source.shape)}, not like the ones before")
         states = [*aux.unflatten(-1, (-1, last.shape[-1])).unbind(1), last]
         for state, line in zip(states, self.health, strict=True):
             norms = torch.linalg.vector_norm(state, dim=-1, dtype=torch.float32)
@@ -201,6 +215,7 @@ class Assembly:
             line += torch.stack([norms.square().sum(), (norms == 0).sum(), (~finite).sum()])
         copies = [(self.aux[rows], aux), (self.last[rows], last), (self.ids[rows], ids.to(torch.int32))]
         self.have = rows.stop
+        self.chunks += 1
         self.touched = time.monotonic()
         if self.have == self.tokens:
             copies.append((self.health_host, self.health))
@@ -215,9 +230,6 @@ class Assembly:
                 source.record_stream(self.stream)  # its memory is not given to another tensor before the copy ends
             self.copied = self.stream.record_event()
 
-    def describe(self, layers, final_norm):
-        self.layers, self.final_norm = layers, final_norm
-
     def parts(self):
         """Wait for the copies; returns (metadata, tensors) of the dump, tensors by name in file order."""
         if self.copied is not None:
@@ -229,6 +241,7 @@ class Assembly:
             "request": self.rid,
             "layers": self.layers,
             "final_norm": self.final_norm,
+            "chunks": self.chunks,
             "rms": [math.sqrt(value / elements) if math.isfinite(value) else None for value in squares],
             "zero_rows": [int(value) for value in zero],
             "nonfinite_rows": [int(value) for value in bad],

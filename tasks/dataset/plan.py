@@ -79,7 +79,7 @@ def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, sh
             filled += size
         if number < MOST_BATCHES:
             return batch
-        shard_bytes = shard_bytes * 5 // 4
+        shard_bytes = shard_bytes * 5 // 4 + 1
 
 
 def save_plan(plan: Plan, path: Path) -> None:

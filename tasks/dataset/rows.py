@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from tasks.dataset.plan import Plan
-from tasks.errors import DatasetError
+from tasks.errors import StoreError
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def parse_row(line: bytes, number: int, vocab_size: int) -> Row:
 
 
 def read_planned(path: Path, plan: Plan, numbers: list[int], vocab_size: int) -> Iterator[Row]:
-    """Read the given rows again, cut as planned. Raises DatasetError if the file is no longer the planned one."""
+    """Read the given rows again, cut as planned. Raises StoreError if the file is no longer the planned one."""
     with path.open("rb") as file:
         for number in numbers:
             file.seek(int(plan.offset[number]))
@@ -72,9 +72,9 @@ def read_planned(path: Path, plan: Plan, numbers: list[int], vocab_size: int) ->
             try:
                 row = parse_row(line, number, vocab_size)
             except InvalidRow as error:
-                raise DatasetError(f"{path} changed since it was planned: line {number + 1}: {error}.") from error
+                raise StoreError(f"{path} changed since it was planned: line {number + 1}: {error}.") from error
             if len(row.input_ids) != plan.input_tokens[number]:
-                raise DatasetError(f"{path} changed since it was planned: line {number + 1} has another length.")
+                raise StoreError(f"{path} changed since it was planned: line {number + 1} has another length.")
             yield Row(number, row.input_ids[:tokens], row.loss_mask[:tokens], row.id)
 
 
@@ -87,7 +87,8 @@ def _integers(value: Any, field: str) -> np.ndarray:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
         raise InvalidRow(f"wrong {field}", f"{field} is not a flat list of integers") from error
-    if array.ndim != 1 or array.dtype.kind not in "bi":
+    # A list of true and false becomes "b"; one true among integers would become 1.
+    if array.ndim != 1 or array.dtype.kind != "i" or any(item is True or item is False for item in value):
         raise InvalidRow(f"wrong {field}", f"{field} holds values that are no integers")
     return array.astype(np.int64)
 

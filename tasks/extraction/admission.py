@@ -38,7 +38,8 @@ class Admission:
             if turn.done() and not turn.cancelled():
                 self.leave(load)
             else:
-                self._waiting.remove((load, turn))
+                if (load, turn) in self._waiting:
+                    self._waiting.remove((load, turn))
                 self._admit()
             raise
 

@@ -34,7 +34,7 @@ def extract_batch(
     """Extract `rows` of a batch into its next shard and commit it.
 
     Rows that cannot be had are named in the record and left for a later run. Raises ServerError if the server is gone
-    (nothing is committed then), OutputError if another writer has taken the store.
+    (nothing is committed then), LostLockError if another writer has taken the store.
     """
     started = time.monotonic()
     part = next(number for number in itertools.count() if not record_path(store, batch, number).exists())
@@ -82,8 +82,10 @@ def extract_batch(
             failed=failed,
             written=written,
         )
+        lock.check()  # again: a large shard takes seconds to become durable
         write_record(store, record)
     finally:
         for future in futures:
             engine.discard(future)
+        futures.clear()  # an exception keeps this frame, and the frame would keep the dumps mapped
     return BatchResult(batch, len(done), record.tokens, record.bytes, failed)

@@ -1,7 +1,7 @@
 """Sends rows to the server and hands back their dumps. One event loop in one thread serves all batches."""
 
 import asyncio
-import contextlib
+import functools
 import itertools
 import secrets
 import threading
@@ -22,9 +22,11 @@ from tasks.server.dumps import Captured, Dump, open_dump
 from tasks.server.launch import Server
 
 DUMP_DEADLINE = 60.0  # seconds from the server's answer to the dump; seen: at most 0.1
-SLOWEST = 20.0  # tokens a second: an answer slower than this, with all that is in flight before it, is a timeout
+SLOWEST_STAGING = 50e6  # bytes a second: dumps of everything in flight may be written before this one
 BASE_TIMEOUT = 120.0  # seconds, for the shortest row
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between the tries of a prefill
+# Rows that fail one after the other, none succeeding in between, until the run is stopped: it is not the rows then.
+MOST_FAILURES_IN_A_ROW = 50
 
 
 @dataclass
@@ -49,6 +51,9 @@ class PrefillEngine:
         self.progress = Progress()
         self.run = secrets.token_hex(4)  # dumps of an earlier run in the same staging directory are not ours
         self._numbers = itertools.count()
+        self._failures_in_a_row = 0
+        self._closed: Exception | None = None
+        self._tasks: dict[Future[Dump], asyncio.Task[Dump]] = {}
         self._lock = threading.Lock()
         self._admission = Admission(Load(config.requests_in_flight, config.tokens_in_flight, staging_bytes))
         self._loop = asyncio.new_event_loop()
@@ -64,17 +69,24 @@ class PrefillEngine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def close(self, reason: Exception | None = None) -> None:
+        """Cancel what is in flight and refuse what comes: every future, old or new, raises `reason`."""
+        self._closed = self._closed or reason or ServerError("the extraction was ended")
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
 
     def submit(self, row: int, ids: np.ndarray) -> "Future[Dump]":
         """Prefill one row when there is room. `release` its dump when done with it.
 
         The future raises RowError (this row cannot be had), TransientPrefillError (all tries failed), or ServerError.
         """
-        return asyncio.run_coroutine_threadsafe(self._prefill(row, ids), self._loop)
+        outcome: Future[Dump] = Future()
+        self._loop.call_soon_threadsafe(self._start, outcome, row, ids)
+        return outcome
 
     def release(self, dump: Dump) -> None:
         """Delete a dump and give its staging bytes back."""
@@ -82,10 +94,35 @@ class PrefillEngine:
         freed = Load(0, 0, dump.aux.nbytes + dump.last.nbytes)
         self._loop.call_soon_threadsafe(self._admission.leave, freed)
 
-    def discard(self, future: "Future[Dump]") -> None:
-        """Cancel a prefill that nobody waits for any more, and free what it holds whenever it ends."""
-        if not future.cancel():
-            future.add_done_callback(self._release_unwanted)
+    def discard(self, outcome: "Future[Dump]") -> None:
+        """Cancel a prefill that nobody waits for any more; a dump that is there already is released."""
+        self._loop.call_soon_threadsafe(self._discard, outcome)
+
+    def _start(self, outcome: "Future[Dump]", row: int, ids: np.ndarray) -> None:
+        if self._closed is not None:
+            outcome.set_exception(self._closed)
+            return
+        task = self._loop.create_task(self._prefill(row, ids))
+        self._tasks[outcome] = task
+        task.add_done_callback(functools.partial(self._finish, outcome))
+
+    def _finish(self, outcome: "Future[Dump]", task: "asyncio.Task[Dump]") -> None:
+        self._tasks.pop(outcome, None)
+        error = ServerError("the prefill was cancelled") if task.cancelled() else task.exception()
+        if not outcome.set_running_or_notify_cancel():  # discarded
+            if error is None:
+                self.release(task.result())
+        elif error is not None:
+            outcome.set_exception(self._closed or error)
+        else:
+            outcome.set_result(task.result())
+
+    def _discard(self, outcome: "Future[Dump]") -> None:
+        if outcome.cancel():
+            if task := self._tasks.get(outcome):
+                task.cancel()
+        elif outcome.exception() is None:
+            self.release(outcome.result())
 
     def top_tokens(self, ids: np.ndarray) -> list[int]:
         """The server's own most likely next token after each position of a prompt, by its input log-probabilities."""
@@ -115,7 +152,15 @@ class PrefillEngine:
         try:
             dump = await self._with_retries(row, ids)
             done = True
+            self._failures_in_a_row = 0
             return dump
+        except (RowError, TransientPrefillError) as error:
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= MOST_FAILURES_IN_A_ROW:
+                raise ServerError(
+                    f"{self._failures_in_a_row} rows failed one after the other, at last: {error}"
+                ) from error
+            raise
         finally:
             self.progress.in_flight -= 1
             self._admission.leave(at_server if done else Load(1, len(ids), in_staging.bytes))
@@ -123,7 +168,7 @@ class PrefillEngine:
     async def _with_retries(self, row: int, ids: np.ndarray) -> Dump:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(TransientPrefillError),
-            wait=tenacity.wait_exponential_jitter(initial=FIRST_WAIT, max=LONGEST_WAIT),
+            wait=tenacity.wait_exponential_jitter(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
             stop=tenacity.stop_after_attempt(self.config.attempts),
             before_sleep=lambda state: self.count(retries=1),
             reraise=True,
@@ -138,13 +183,13 @@ class PrefillEngine:
         error_path = self.server.staging / f"{request}.error.json"
         try:
             await self._post(request, ids, {})
-            deadline = time.monotonic() + DUMP_DEADLINE
+            deadline = time.monotonic() + DUMP_DEADLINE + self._admission.used.bytes / SLOWEST_STAGING
             pause = 0.001
             while not path.exists():
                 if error_path.exists():
                     raise TransientPrefillError(f"the capture failed: {orjson.loads(error_path.read_bytes())['error']}")
                 if time.monotonic() > deadline:
-                    raise TransientPrefillError(f"no dump within {DUMP_DEADLINE:.0f} s of the server's answer")
+                    raise TransientPrefillError("the server answered, but no dump came")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.05)
             return await asyncio.to_thread(open_dump, path, ids, self.captured)
@@ -161,7 +206,8 @@ class PrefillEngine:
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             **extra,
         }
-        timeout = BASE_TIMEOUT + (self._admission.used.tokens + len(ids)) / SLOWEST
+        tokens = self._admission.used.tokens + len(ids)
+        timeout = BASE_TIMEOUT + tokens / self.config.slowest_tokens_per_second
         try:
             answer = await self._client.post(
                 "/generate",
@@ -170,7 +216,7 @@ class PrefillEngine:
                 timeout=httpx.Timeout(timeout, connect=30, pool=None),
             )
         except httpx.TransportError as error:
-            await asyncio.to_thread(self.server.check_alive)
+            await asyncio.to_thread(self.server.confirm_alive)
             raise TransientPrefillError(f"{type(error).__name__} after at most {timeout:.0f} s: {error}") from error
         if answer.status_code == 400:
             raise RowError(f"the server refused the row: {answer.text[:500]}")
@@ -180,16 +226,10 @@ class PrefillEngine:
             raise ServerError(f"The server answered HTTP {answer.status_code} to a prefill: {answer.text[:500]}")
         return answer
 
-    def _release_unwanted(self, future: "Future[Dump]") -> None:
-        if not future.cancelled() and future.exception() is None:
-            self.release(future.result())
-
     async def _close(self) -> None:
-        mine = asyncio.current_task()
-        tasks = [task for task in asyncio.all_tasks() if task is not mine]
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(BaseException):
-                await task
+        while tasks := list(self._tasks.values()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # the tasks' callbacks run now and take them out
         await self._client.aclose()

@@ -13,6 +13,7 @@ from tasks.config import LineageConfig
 from tasks.errors import LineageError
 from tasks.files import sha256_of, write_json
 from tasks.store.layout import Store, read_extraction
+from tasks.store.runs import read_runs
 from tasks.verification import read_manifest
 
 # MLflow's HTTP client retries for 246 s by default when its server is down; nobody should wait for that.
@@ -78,7 +79,7 @@ def _log(
         _dataset(config["name"], digest, str(store.root.absolute()), OUTPUT_CONTEXT, profile),
     ]
     client.log_inputs(run_id, inputs)
-    runs = [json.loads(line) for line in (store.logs / "runs.jsonl").read_text().splitlines()]
+    runs = read_runs(store)
     metrics = {"tokens": manifest["tokens"], "bytes": manifest["bytes"], "shards": manifest["shards"]}
     metrics |= {f"rows_{state}": count for state, count in manifest["rows_by_state"].items()}
     metrics |= {"extraction_seconds": sum(run["seconds"] for run in runs), "runs": len(runs)}

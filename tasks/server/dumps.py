@@ -32,6 +32,8 @@ class Dump:
     """[tokens, hidden]."""
     rms: list[float]
     zero_rows: list[int]
+    chunks: int
+    """Forward passes that the prompt was split over."""
 
     def raw(self) -> tuple[np.ndarray, np.ndarray]:
         """aux and last as raw bytes, uint8 [tokens, bytes a token], still mapped."""
@@ -73,4 +75,4 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
             raise TransientPrefillError(
                 f"the dump {path.name} is damaged at {state}: {bad} tokens not finite, {zero} all zero"
             )
-    return Dump(path, aux, last, metadata["rms"], metadata["zero_rows"])
+    return Dump(path, aux, last, metadata["rms"], metadata["zero_rows"], metadata["chunks"])

@@ -1,5 +1,6 @@
 """What a running server says of itself, and the settings under which its data would be wrong."""
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import httpx
 
 from tasks.config import ExtractConfig
 from tasks.errors import ServerError
+from tasks.model import Model
 from tasks.server.launch import Server
 
 
@@ -29,37 +31,67 @@ REFUSED = {
     "pp_size": (1, "with pipeline parallelism no process sees all layers: use tensor parallelism"),
     "enable_two_batch_overlap": (False, "two-batch overlap skips the capture of layers: start it without"),
     "allow_auto_truncate": (False, "prompts would be cut silently: start it without --allow-auto-truncate"),
-    "disable_cuda_graph": (True, "a prefill graph overwrites captured states: start it with --disable-cuda-graph"),
+    "prefill graph": ("disabled", "a CUDA graph overwrites captured states: start it with --disable-cuda-graph"),
 }
+# Server settings beyond dtype that change the values of the states, with their defaults.
+NUMERICS = {"quantization": None, "kv_cache_dtype": "auto", "json_model_override_args": "{}"}
 
 
-def check_server(server: Server, config: ExtractConfig, layers: list[int], longest_row: int) -> ServerFacts:
+def server_info(url: str) -> dict[str, Any]:
+    """A running server's own account of its settings. Raises ServerError."""
+    try:
+        response = httpx.get(f"{url}/server_info", timeout=60, trust_env=False)
+        response.raise_for_status()
+        return response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServerError(f"The server at {url} does not tell its settings: {error}") from error
+
+
+def numerics_of_arguments(arguments: list[str]) -> dict[str, str | None]:
+    """The NUMERICS that a managed server's arguments ask for."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in NUMERICS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, default=default)
+    return vars(parser.parse_known_args(arguments)[0])
+
+
+def numerics_of_info(info: dict[str, Any]) -> dict[str, str | None]:
+    """The NUMERICS of a running server."""
+    return {name: info[name] for name in NUMERICS}
+
+
+def check_server(server: Server, config: ExtractConfig, model: Model, layers: list[int], longest: int) -> ServerFacts:
     """Ask the server for its settings and read the plugin's READY file.
 
-    Raises ServerError that names the setting: one that spoils data, the plugin missing or set up otherwise, another
-    dtype, a prompt limit below the dataset's longest row.
+    longest: tokens of the dataset's longest row. Raises ServerError that names the setting: one that spoils data, the
+    plugin missing or set up otherwise, another model or dtype, a prompt limit that is too low.
     """
-    try:
-        response = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False)
-        response.raise_for_status()
-        info: dict[str, Any] = response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServerError(f"The server at {server.url} does not tell its settings: {error}") from error
+    info = server_info(server.url)
+    info["prefill graph"] = info.get("cuda_graph_config", {}).get("prefill", {}).get("backend")
     for setting, (wanted, why) in REFUSED.items():
-        if info.get(setting, wanted) not in (wanted, "" if wanted is None else wanted):
-            raise ServerError(f"The server at {server.url} cannot be used: {setting} is {info[setting]!r}; {why}.")
-    ready = _read_ready(server.staging)
-    asked = {"layers": layers, "final_norm": config.capture.final_norm, "dtype": config.server.dtype}
-    for setting, value in asked.items():
-        if ready[setting] != value:
+        if info.get(setting, "unknown") != wanted:
             raise ServerError(
-                f"The server at {server.url} captures with {setting} = {ready[setting]!r}; the config asks for "
-                f"{value!r}."
+                f"The server at {server.url} cannot be used: {setting} is {info.get(setting, 'unknown')!r}; {why}."
+            )
+    ready = _read_ready(server.staging)
+    asked = {
+        "layers": layers,
+        "final_norm": config.capture.final_norm,
+        "dtype": config.server.dtype,
+        "model_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "model_path": str(model.path.resolve()),
+    }
+    actual = ready | {"model_path": str(Path(info["model_path"]).resolve())}
+    for setting, value in asked.items():
+        if actual[setting] != value:
+            raise ServerError(
+                f"The server at {server.url} runs with {setting} = {actual[setting]!r}; the config asks for {value!r}."
             )
     limit = int(info["max_req_input_len"]) - 1  # the server refuses a prompt as long as max_req_input_len
-    if longest_row > limit:
+    if longest > limit:
         raise ServerError(
-            f"The longest row has {longest_row} tokens, the server at {server.url} takes {limit}: lower "
+            f"The longest row has {longest} tokens, the server at {server.url} takes {limit}: lower "
             "dataset.max_seq_len, or give the server a longer --context-length."
         )
     return ServerFacts(info["version"], ready["plugin"], limit, int(info["chunked_prefill_size"]))

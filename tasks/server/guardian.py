@@ -2,7 +2,8 @@
 
 Standard input is a pipe from the starter. When it ends, because the starter closed it or died in whatever way, the
 command and all its descendants are ended. Should this process itself be killed, the kernel kills the command
-(PR_SET_PDEATHSIG). A process of its own, because that signal follows the thread that started a child, not its process.
+(PR_SET_PDEATHSIG; SGLang does the same for its own processes). A process of its own, because that signal follows the
+thread that started a child, not its process.
 """
 
 import ctypes
@@ -32,7 +33,9 @@ def main(command: list[str]) -> int:
         selector.select()
     returncode = child.poll()
     end_descendants()
-    return child.wait() if returncode is None else returncode
+    if returncode is None:
+        returncode = child.poll()
+    return -signal.SIGKILL if returncode is None else returncode
 
 
 def end_descendants() -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -13,12 +14,17 @@ from pathlib import Path
 import httpx
 
 from tasks.config import ExtractConfig
-from tasks.errors import ServerError
+from tasks.errors import ServerError, SetupError
+from tasks.files import write_json
 from tasks.patching import Installation, capture_settings, server_paths
+from tasks.processes import identity, is_dead, seconds_since
 from tasks.server import guardian
 from tasks.server.ports import check_port, free_port
 
-LOG_TAIL = 25  # lines of the server's log shown when it dies
+TAIL_LINES, TAIL_BYTES = 25, 1 << 16  # of the server's log, shown when it dies
+CONFIRM = 40.0  # seconds in which a server must answer after a failed request; a dying one ends its processes for 16
+OWNER = "owner.json"  # in a staging folder: the process whose it is
+FORGOTTEN = 3600.0  # seconds after which a dump in an attached server's staging is nobody's
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -75,7 +81,7 @@ class ManagedServer:
         check_port(config.server.host, self.port, "server.port")
         self.url = f"http://{config.server.host}:{self.port}"
         self.log = log
-        self.staging = config.staging.path / f"server-{os.getpid()}-{self.port}"
+        self.staging = config.staging.path / f"server-{secrets.token_hex(6)}"
         self.start_timeout = config.server.start_timeout
         self.command = launch_command(config, installation, self.port)
         self.environment = os.environ | launch_environment(config, self.staging, layers)
@@ -83,10 +89,14 @@ class ManagedServer:
 
     def start(self) -> None:
         """Start the server and wait until it answers. Raises ServerError with the end of its log if it does not."""
-        self.staging.mkdir(mode=0o700, parents=True)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.staging.mkdir(mode=0o700, parents=True)
+            write_json(self.staging / OWNER, identity())
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SetupError(f"{error.filename} cannot be written: {error.strerror} (staging.path).") from error
         logger.info("starting %s, log in %s", shlex.join(self.command), self.log)
-        with self.log.open("ab") as log:
+        with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, guardian.__file__, *self.command],
                 stdin=subprocess.PIPE,
@@ -115,21 +125,35 @@ class ManagedServer:
                 f"The server died with exit code {code}. Its log ({self.log}) ends with:\n{self.log_tail()}"
             )
 
+    def confirm_alive(self) -> None:
+        """After a failed request: raises ServerError unless the server answers again soon."""
+        deadline = time.monotonic() + CONFIRM
+        while not self._answers():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise ServerError(f"The server stopped answering. Its log ({self.log}) ends with:\n{self.log_tail()}")
+            time.sleep(0.5)
+
     def stop(self) -> None:
         """End the server with all its processes and remove its staging folder."""
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
-            self.process.wait(timeout=3 * guardian.GRACE)
+            try:
+                self.process.wait(timeout=4 * guardian.GRACE)
+            except subprocess.TimeoutExpired:
+                logger.warning("the server (guardian %d) is still ending", self.process.pid)
             self.process = None
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def log_tail(self) -> str:
         """The last lines of the server's log."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(f"  | {line[:300]}" for line in lines[-LOG_TAIL:])
+        return "\n".join(f"  | {line[:300]}" for line in lines[-TAIL_LINES:])
 
     def _answers(self) -> bool:
         try:
@@ -156,6 +180,10 @@ class AttachedServer:
         except httpx.HTTPError as error:
             raise ServerError(f"The server at {self.url} does not answer: {error} (server.url).") from error
 
+    def confirm_alive(self) -> None:
+        """After a failed request: raises ServerError unless the server answers."""
+        self.check_alive()
+
     def stop(self) -> None:
         """Nothing to end: the server is not ours."""
 
@@ -164,11 +192,21 @@ Server = ManagedServer | AttachedServer
 
 
 def remove_leftovers(staging: Path) -> list[str]:
-    """Remove staging folders whose flow process is gone; returns their names."""
+    """Remove what dead runs left in a staging directory: folders of managed servers, dumps that nobody fetched.
+
+    Returns the names.
+    """
     removed = []
-    for folder in staging.glob("server-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    for folder in staging.glob("server-*"):
+        try:
+            owner = json.loads((folder / OWNER).read_bytes())
+        except (OSError, ValueError):
+            continue  # being made at this moment
+        if is_dead(owner):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder.name)
+    for dump in staging.glob("drillcore-*"):
+        if seconds_since(dump.stat().st_mtime) > FORGOTTEN:
+            dump.unlink(missing_ok=True)
+            removed.append(dump.name)
     return removed

@@ -40,7 +40,7 @@ class Store:
 
     @property
     def logs(self) -> Path:
-        """What runs leave for people: probe and verification reports, server logs, the MLflow run's id."""
+        """What runs leave beside the data: probe and re-extraction reports, figures of each run, the MLflow id."""
         return self.root / "logs"
 
     @property
@@ -77,7 +77,7 @@ def check_owner(store: Store, parts: dict[str, Any]) -> bool:
     """
     found = read_extraction(store)
     if found is None:
-        if store.root.exists() and any(path.name != store.lock.name for path in store.root.iterdir()):
+        if store.root.exists() and not all(_is_ours(path, store) for path in store.root.iterdir()):
             raise OutputError(
                 f"{store.root} is not empty and holds no extraction (no {store.extraction.name}). Choose another "
                 "output.path."
@@ -98,8 +98,12 @@ def check_owner(store: Store, parts: dict[str, Any]) -> bool:
     )
 
 
+def _is_ours(path: Path, store: Store) -> bool:
+    """Whether a run that died before it had a store can have left this file."""
+    return path.name.startswith(store.lock.name) or (path.name.startswith(".") and path.name.endswith(".tmp"))
+
+
 def create_store(store: Store, parts: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write `extraction.json`; `config` is kept beside the parts for people."""
-    store.shards.mkdir(parents=True, exist_ok=True)
-    store.logs.mkdir(exist_ok=True)
+    """Write `extraction.json`, the store's first file; `config` is kept beside the parts for people."""
+    store.root.mkdir(parents=True, exist_ok=True)
     write_json(store.extraction, {"fingerprint": fingerprint_of(parts), "parts": parts, "config": config})
