@@ -189,6 +189,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> ExtractConfig
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"The config {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The config {path} is not UTF-8: {error}.") from error
     try:
         values = yaml.safe_load(os.path.expandvars(text))
     except yaml.YAMLError as error:

@@ -46,7 +46,7 @@ def find_installation(interpreter: str | None) -> Installation:
         raise SetupError(f"The interpreter {interpreter} cannot be run: {error} (server.interpreter).") from error
     if answer.returncode:
         raise SetupError(f"The interpreter {interpreter} failed (server.interpreter): {answer.stderr.strip()[-500:]}")
-    found = json.loads(answer.stdout)
+    found = json.loads(answer.stdout.splitlines()[-1])  # a sitecustomize may print too
     if found is None:
         raise SetupError(
             f"The interpreter {interpreter} has no SGLang. Install one of {', '.join(supported_versions())} there, or "

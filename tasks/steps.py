@@ -62,7 +62,7 @@ class Session:
         return bool(self.preflight.missing) or comparison_due(self.store, self.config.verify)
 
 
-@task(name="preflight", **UNCACHED)
+@task(name="preflight", task_run_name="preflight", **UNCACHED)
 def preflight_step(config: ExtractConfig) -> Session:
     """Check config, model, environment, dataset, output and space; plan."""
     preflight = run_preflight(config)
@@ -71,7 +71,7 @@ def preflight_step(config: ExtractConfig) -> Session:
     return Session(preflight)
 
 
-@task(name="patch", **UNCACHED)
+@task(name="patch", task_run_name="patch", **UNCACHED)
 def patch_step(session: Session) -> None:
     """Check that the hooked functions are the ones that the capture plugin fits; the plugin then goes on the path."""
     installation = session.preflight.installation
@@ -83,7 +83,7 @@ def patch_step(session: Session) -> None:
     get_run_logger().info("SGLang %s takes the capture plugin from %s", installation.sglang, paths)
 
 
-@task(name="server", **UNCACHED)
+@task(name="server", task_run_name="server", **UNCACHED)
 def server_step(session: Session) -> None:
     """Start the server, or find the attached one, and check its settings."""
     logger, preflight, config = get_run_logger(), session.preflight, session.config
@@ -100,7 +100,7 @@ def server_step(session: Session) -> None:
     logger.info("SGLang %s answers at %s", session.facts.sglang, server.url)
 
 
-@task(name="probe", **UNCACHED)
+@task(name="probe", task_run_name="probe", **UNCACHED)
 def probe_step(session: Session) -> None:
     """Prove the capture with test dumps. Nothing is extracted, and the output not touched, if this fails."""
     preflight, config = session.preflight, session.config
@@ -138,7 +138,7 @@ def extract_step(batch: int, session: Session) -> BatchResult:
     return result
 
 
-@task(name="verify", **UNCACHED)
+@task(name="verify", task_run_name="verify", **UNCACHED)
 def verify_step(session: Session) -> Verified:
     """Read everything back; write ledger and manifest if it is complete and right."""
     config = session.config
@@ -162,7 +162,7 @@ def verify_step(session: Session) -> Verified:
     return verified
 
 
-@task(name="record", **UNCACHED)
+@task(name="record", task_run_name="record", **UNCACHED)
 def record_step(session: Session, default_uri: str, artifacts: Path) -> str | None:
     """Tell MLflow; returns the run's id. Its failure is a warning: the data is safe, and `record` makes up for it."""
     try:

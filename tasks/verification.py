@@ -194,7 +194,7 @@ def _check_row(shard: Any, row: RowRecord, ids: np.ndarray, mask: np.ndarray, pa
         if (norms == 0).any():
             return f"{name} is all zero at token {int((norms == 0).nonzero()[0])}"
         actual = float((norms.double().square().sum() / (tokens * hidden)).sqrt())
-        if abs(actual - rms) > RMS_TOLERANCE * rms:
+        if not abs(actual - rms) <= RMS_TOLERANCE * rms:
             return f"{name} has RMS {actual:.6g}, the server measured {rms:.6g}"
     return None
 
@@ -236,21 +236,25 @@ def _reextract(
         for row in read_planned(dataset, plan, chosen, vocab_size)
     )
     largest, problems = 0.0, []
-    while futures:
-        number, future = futures.popleft()  # with the future goes the dump's mapping
-        dump = future.result()
-        again = states_of(dump.aux, dump.last)
-        engine.release(dump)
-        del dump, future
-        with safe_open(store.shards / str(where[number].file), framework="pt") as shard:
-            stored = states_of(*(shard.get_tensor(tensor_name(number, tensor)) for tensor in (AUX, LAST)))
-        for name, error, limit in zip(names, relative_errors(again, stored), limits, strict=True):
-            largest = max(largest, error)
-            if not error <= limit:
-                problems.append(
-                    f"row {number}: extracted again, {name} differs by {error:.3g} (relative); "
-                    f"the probe's noise allows {limit:.3g}"
-                )
+    try:
+        while futures:
+            number, future = futures.popleft()  # with the future goes the dump's mapping
+            dump = future.result()
+            again = states_of(dump.aux, dump.last)
+            engine.release(dump)
+            del dump, future
+            with safe_open(store.shards / str(where[number].file), framework="pt") as shard:
+                stored = states_of(*(shard.get_tensor(tensor_name(number, tensor)) for tensor in (AUX, LAST)))
+            for name, error, limit in zip(names, relative_errors(again, stored), limits, strict=True):
+                largest = max(largest, error)
+                if not error <= limit:
+                    problems.append(
+                        f"row {number}: extracted again, {name} differs by {error:.3g} (relative); "
+                        f"the probe's noise allows {limit:.3g}"
+                    )
+    finally:
+        for _, future in futures:
+            engine.discard(future)
     comparison = Comparison(records_digest(store, records), chosen, largest, limits, problems)
     write_json(store.logs / COMPARISON, asdict(comparison))
 

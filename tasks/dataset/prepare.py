@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from tasks.errors import DatasetError
 from tasks.files import write_atomic
 
@@ -19,7 +21,7 @@ def prepare_conversations(source: Path, target: Path, tokenizer: Any) -> tuple[i
     for number, conversation in _conversations(source):
         try:
             sample = tokenize_conversation(conversation["messages"], tokenizer)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, TemplateError) as error:
             raise DatasetError(f"{source} line {number + 1} is no conversation: {error!r}") from error
         tokens += len(sample["input_ids"])
         lines.append(json.dumps({"id": conversation.get("id"), **sample}))
@@ -39,19 +41,27 @@ def tokenize_conversation(messages: list[dict[str, str]], tokenizer: Any) -> dic
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
     for index, message in enumerate(messages):
+        if not isinstance(message["content"], str):
+            raise TypeError(f"the content of message {index} is {message['content']!r}, not text")
         if message["role"] != "assistant":
             continue
-        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
         through = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+        if index:
+            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+        else:  # templates do not render an empty conversation
+            before = through[: through.rindex(message["content"])]
         if not (text.startswith(before) and text.startswith(through)):
             raise ValueError(f"the chat template renders message {index} differently inside the conversation")
         spans.append((len(before), len(through.rstrip("\n"))))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [
-        int(any(start < stop_at and end > start_at for start_at, stop_at in spans) and end > start)
-        for start, end in encoded["offset_mapping"]
-    ]
+    mask = [int(any(_inside(token, span) for span in spans)) for token in encoded["offset_mapping"]]
     return {"input_ids": encoded["input_ids"], "loss_mask": mask}
+
+
+def _inside(token: tuple[int, int], span: tuple[int, int]) -> bool:
+    """Whether a token's characters are in a span. Some tokenizers give white space an empty place, at its end."""
+    (start, end), (span_start, span_end) = token, span
+    return span_start < end <= span_end if start == end else start < span_end and end > span_start
 
 
 def _conversations(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -64,7 +64,11 @@ def parse_row(line: bytes, number: int, vocab_size: int) -> Row:
 
 def read_planned(path: Path, plan: Plan, numbers: list[int], vocab_size: int) -> Iterator[Row]:
     """Read the given rows again, cut as planned. Raises StoreError if the file is no longer the planned one."""
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read any more: {error.strerror}.") from error
+    with file:
         for number in numbers:
             file.seek(int(plan.offset[number]))
             line = file.read(int(plan.size[number]))

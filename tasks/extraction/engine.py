@@ -6,6 +6,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from tasks.server.launch import Server
 DUMP_DEADLINE = 60.0  # seconds from the server's answer to the dump; seen: at most 0.1
 SLOWEST_STAGING = 50e6  # bytes a second: dumps of everything in flight may be written before this one
 BASE_TIMEOUT = 120.0  # seconds, for the shortest row
+LATE = 60.0  # seconds after which the dump of a prefill that was given up is looked for once more
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between the tries of a prefill
 # Rows that fail one after the other, none succeeding in between, until the run is stopped: it is not the rows then.
 MOST_FAILURES_IN_A_ROW = 50
@@ -91,12 +93,22 @@ class PrefillEngine:
     def release(self, dump: Dump) -> None:
         """Delete a dump and give its staging bytes back."""
         dump.delete()
-        freed = Load(0, 0, dump.aux.nbytes + dump.last.nbytes)
-        self._loop.call_soon_threadsafe(self._admission.leave, freed)
+        self._call(self._admission.leave, Load(0, 0, dump.aux.nbytes + dump.last.nbytes))
 
     def discard(self, outcome: "Future[Dump]") -> None:
         """Cancel a prefill that nobody waits for any more; a dump that is there already is released."""
-        self._loop.call_soon_threadsafe(self._discard, outcome)
+        if not self._call(self._discard, outcome):
+            self._discard(outcome)  # the loop has ended, so nothing changes any more
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
+        """Run something in the loop soon; False if the engine was left."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            return False
+        return True
 
     def _start(self, outcome: "Future[Dump]", row: int, ids: np.ndarray) -> None:
         if self._closed is not None:
@@ -195,6 +207,7 @@ class PrefillEngine:
             return await asyncio.to_thread(open_dump, path, ids, self.captured)
         except BaseException:
             path.unlink(missing_ok=True)
+            self._loop.call_later(LATE, functools.partial(path.unlink, missing_ok=True))
             raise
         finally:
             error_path.unlink(missing_ok=True)
@@ -232,4 +245,6 @@ class PrefillEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0)  # the tasks' callbacks run now and take them out
+        for late in self.server.staging.glob(f"drillcore-{self.run}-*"):
+            late.unlink(missing_ok=True)
         await self._client.aclose()

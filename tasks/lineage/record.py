@@ -52,7 +52,8 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
         if run and kept.get("digest") == digest:
             return run.info.run_id
         if run is None:
-            run = client.create_run(experiment, run_name=extraction["config"]["name"])
+            began = int(store.extraction.stat().st_mtime * 1000)
+            run = client.create_run(experiment, start_time=began, run_name=extraction["config"]["name"])
         run_id = run.info.run_id
         write_json(note, {"tracking_uri": uri, "run_id": run_id})
         _log(client, run_id, store, extraction, manifest, digest)

@@ -10,6 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from tasks.errors import TransientPrefillError
 
+METADATA = ("rms", "zero_rows", "nonfinite_rows", "chunks", "layers", "final_norm")
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -52,14 +54,15 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads(file.metadata()["drillcore"])
+            rms, zero_rows, nonfinite_rows, chunks, layers, final_norm = (metadata[name] for name in METADATA)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
         aux, last, dump_ids = (tensors[name] for name in ("aux_hidden_states", "last_hidden_state", "input_ids"))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise TransientPrefillError(f"the dump {path.name} cannot be read: {error}") from error
     dtype = getattr(torch, expected.dtype)
     facts = {
-        "layers": (metadata["layers"], expected.layers),
-        "final norm": (metadata["final_norm"], expected.final_norm),
+        "layers": (layers, expected.layers),
+        "final norm": (final_norm, expected.final_norm),
         "shape of aux_hidden_states": (tuple(aux.shape), (len(ids), len(expected.layers) * expected.hidden_size)),
         "shape of last_hidden_state": (tuple(last.shape), (len(ids), expected.hidden_size)),
         "dtype": ((aux.dtype, last.dtype), (dtype, dtype)),
@@ -70,9 +73,9 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
     if not np.array_equal(dump_ids.numpy(), ids):
         raise TransientPrefillError(f"the dump {path.name} holds other token ids than were sent")
     names = [*(f"layer {layer}" for layer in expected.layers), "the final state"]
-    for state, bad, zero in zip(names, metadata["nonfinite_rows"], metadata["zero_rows"], strict=True):
+    for state, bad, zero in zip(names, nonfinite_rows, zero_rows, strict=True):
         if bad or zero:
             raise TransientPrefillError(
                 f"the dump {path.name} is damaged at {state}: {bad} tokens not finite, {zero} all zero"
             )
-    return Dump(path, aux, last, metadata["rms"], metadata["zero_rows"], metadata["chunks"])
+    return Dump(path, aux, last, rms, zero_rows, chunks)

@@ -61,11 +61,12 @@ def read_extraction(store: Store) -> dict[str, Any] | None:
     """`extraction.json`, or None where there is none yet. Raises StoreError if it is damaged."""
     try:
         value = json.loads(store.extraction.read_bytes())
+        same = fingerprint_of(value["parts"]) == value["fingerprint"] and isinstance(value["config"], dict)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise StoreError(f"{store.extraction} is damaged: {error}") from error
-    if fingerprint_of(value["parts"]) != value["fingerprint"]:
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{store.extraction} is damaged: {error!r}") from error
+    if not same:
         raise StoreError(f"{store.extraction} was changed by hand: its fingerprint is not that of its parts.")
     return value
 

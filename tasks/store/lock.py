@@ -67,8 +67,8 @@ class WriterLock:
                 logger.warning("took over %s from a writer that died", self.path.parent)
                 return
             if moved != owner:  # the other one was faster, and this is its new lock: put it back
-                os.rename(aside, self.path)
-        except FileNotFoundError:
+                os.link(aside, self.path)
+        except (FileNotFoundError, FileExistsError):
             pass
         finally:
             aside.unlink(missing_ok=True)
@@ -106,15 +106,19 @@ def _read(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_bytes())
     except ValueError:
         return None
-    return value if set(value) >= FIELDS else None
+    return value if isinstance(value, dict) and set(value) >= FIELDS else None
 
 
 def _owner_of(path: Path) -> str | None:
-    try:
-        found = _read(path)
-    except FileNotFoundError:
-        return None
-    return found["owner"] if found else None
+    """Who holds the lock; None where nobody does, also not a moment later: a take-over that fails puts it back."""
+    for pause in (0.05, 0.2, None):
+        try:
+            found = _read(path)
+            return found["owner"] if found else None
+        except FileNotFoundError:
+            if pause is not None:
+                time.sleep(pause)
+    return None
 
 
 def _gone(owner: dict[str, Any]) -> bool:

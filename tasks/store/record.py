@@ -73,7 +73,7 @@ def read_record(path: Path) -> Record:
         value["rows"] = [RowRecord(**row) for row in value["rows"]]
         value["failed"] = [FailedRow(**row) for row in value["failed"]]
         return Record(**value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"The commit record {path} is damaged: {error}. Delete it to extract its rows again."
         ) from error

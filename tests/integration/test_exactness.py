@@ -1,10 +1,12 @@
 """The stored states are the model's: every row of the demo against Hugging Face Transformers."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.integration.serving import Serving, cpu_config, serving, stored_states
 
@@ -13,68 +15,107 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 LAYERS = [1, 14, 26]  # "eagle3" of 30 layers
 UNCHUNKED = 32768  # tokens: more than the dataset has
 CHUNKED = 192  # tokens: splits most rows
+CHUNKING = ["chunked", "unchunked"]
+States = dict[int, torch.Tensor]  # by row: float32 [layers + 1, tokens, hidden]
 
 
-@pytest.fixture(scope="module")
-def reference(demo_model: Path, demo_dataset: Path) -> dict[int, torch.Tensor]:
-    """By row: Transformers' own float32 states [layers + 1, tokens, hidden], each prompt alone and in one piece."""
-    import json
-
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+def transformers_states(model: Path, dataset: Path, dtype: torch.dtype) -> States:
+    """Transformers' own states by row, each prompt alone and in one piece."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     states = {}
     with torch.inference_mode():
-        for number, line in enumerate(demo_dataset.read_text().splitlines()):
+        for number, line in enumerate(dataset.read_text().splitlines()):
             ids = torch.tensor([json.loads(line)["input_ids"]])
             # The base model: hidden_states[k + 1] is the output of layer k, the last one has passed the final norm.
-            hidden = model.model(ids, output_hidden_states=True).hidden_states
-            states[number] = torch.stack([hidden[layer + 1][0] for layer in LAYERS] + [hidden[-1][0]])
+            hidden = lm.model(ids, output_hidden_states=True).hidden_states
+            states[number] = torch.stack([hidden[layer + 1][0] for layer in LAYERS] + [hidden[-1][0]]).float()
     return states
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def exact(demo_model: Path, demo_dataset: Path) -> States:
+    """What the model says without rounding: float32."""
+    return transformers_states(demo_model, demo_dataset, torch.float32)
 
 
-@pytest.fixture(scope="module", params=[CHUNKED, UNCHUNKED], ids=["chunked", "unchunked"])
+@pytest.fixture(scope="module")
+def rounded(demo_model: Path, demo_dataset: Path) -> States:
+    """What Transformers itself makes of the model in bfloat16: how much rounding to expect, and at which tokens.
+
+    Products are summed in float32 and rounded once, as any bfloat16 kernel does; PyTorch's own on a CPU without AVX-512
+    takes 7 times as long for the same.
+    """
+    linear = torch.nn.functional.linear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: linear(x.float(), w.float()).to(x.dtype))
+        return transformers_states(demo_model, demo_dataset, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest,
-    dtype: str,
     demo_model: Path,
     demo_dataset: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
+    dtype, chunk = request.param
     folder = tmp_path_factory.mktemp("exact")
     config = cpu_config(
         demo_model,
         demo_dataset,
         folder / "unused",
         Path("/dev/shm") / f"drillcore-test-{folder.name}",
-        server={"dtype": dtype, "chunked_prefill_size": request.param},
+        server={"dtype": dtype, "chunked_prefill_size": chunk},
     )
     with serving(config, folder / "server.log") as running:
         yield running
 
 
-@pytest.mark.parametrize("in_flight", [64, 1], ids=["batched", "alone"])
-def test_stored_states_equal_transformers(
-    server: Serving, dtype: str, in_flight: int, reference: dict[int, torch.Tensor], tmp_path: Path
+IN_FLIGHT = pytest.mark.parametrize("in_flight", [64, 1], ids=["batched", "alone"])
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("server", [("float32", CHUNKED), ("float32", UNCHUNKED)], indirect=True, ids=CHUNKING)
+def test_float32_states_equal_transformers(server: Serving, in_flight: int, exact: States, tmp_path: Path) -> None:
+    states = extract(server, tmp_path, in_flight, exact)
+    worst = max(float(token_errors(states[row], exact[row]).max()) for row in exact)
+    print(f"\nlargest relative error of a token's state: {worst:.2g}")
+    assert worst < 1e-4
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("server", [("bfloat16", CHUNKED), ("bfloat16", UNCHUNKED)], indirect=True, ids=CHUNKING)
+def test_bfloat16_states_are_as_near_as_bfloat16_allows(
+    server: Serving, in_flight: int, exact: States, rounded: States, tmp_path: Path
 ) -> None:
-    store = server.extract(tmp_path / "store", requests_in_flight=in_flight)
-    states = dict(stored_states(store))
-    assert sorted(states) == sorted(reference)
-    worst: dict[str, float] = {}
-    for row, expected in reference.items():
-        actual = states[row]
-        assert actual.shape == expected.shape
-        if dtype == "float32":
-            error = torch.linalg.vector_norm(actual - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
-            worst["relative error"] = max(worst.get("relative error", 0), float(error.max()))
-        else:
-            cosine = torch.cosine_similarity(actual, expected, dim=-1)
-            worst["1 - cosine"] = max(worst.get("1 - cosine", 0), float(1 - cosine.min()))
-    print(f"\n{dtype}, {server.facts.chunked_prefill_size} a pass, {in_flight} in flight: {worst}")
-    limit = {"relative error": 1e-4, "1 - cosine": 1e-3}
-    assert {name: value for name, value in worst.items() if not value < limit[name]} == {}
+    """Cosine > 0.999 with float32, but for the few tokens at which rounding costs Transformers as much."""
+    states = extract(server, tmp_path, in_flight, exact)
+    ours = torch.cat([cosines(states[row], exact[row]) for row in exact], dim=1)
+    theirs = torch.cat([cosines(rounded[row], exact[row]) for row in exact], dim=1)
+    below = [(cosine < 0.999).sum(1).tolist() for cosine in (ours, theirs)]
+    print(
+        f"\nbelow 0.999 by state, of {ours.shape[1]} tokens: ours {below[0]}, Transformers {below[1]}; lowest: ours "
+        f"{ours.min():.4f}, Transformers {theirs.min():.4f}; mean 1 - cosine: ours {(1 - ours).mean():.2g}, "
+        f"Transformers {(1 - theirs).mean():.2g}"
+    )
+    assert (ours < 0.999).sum() <= 1.5 * (theirs < 0.999).sum()
+    assert (ours < 0.999).float().mean() < 0.003
+    assert 1 - ours.min() <= 1.5 * (1 - theirs.min())
+    assert (1 - ours).mean() <= 1.1 * (1 - theirs).mean()
+
+
+def extract(server: Serving, folder: Path, in_flight: int, expected: States) -> States:
+    """Extract every row into a store and read it back."""
+    states = dict(stored_states(server.extract(folder / "store", requests_in_flight=in_flight)))
+    assert {row: state.shape for row, state in states.items()} == {row: s.shape for row, s in expected.items()}
+    return states
+
+
+def token_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative error (L2) of each token's state, [states, tokens]."""
+    return torch.linalg.vector_norm(actual - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+
+
+def cosines(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Cosine of each token's state, [states, tokens]."""
+    return torch.cosine_similarity(actual, expected, dim=-1)

@@ -1,0 +1,208 @@
+"""Admission: its limits hold, nobody is overtaken, and whoever leaves early gives everything back."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tasks.extraction.admission import Admission, Load
+
+NOTHING = Load(0, 0, 0)
+LIMIT = Load(8, 1000, 5000)
+
+
+def run(test: Callable[[Admission], Coroutine[Any, Any, None]], limit: Load = LIMIT) -> None:
+    """Run a test inside an event loop; all that was taken must be given back at its end."""
+
+    async def whole() -> None:
+        admission = Admission(limit)
+        await test(admission)
+        assert admission.used == NOTHING
+        assert not admission._waiting
+
+    asyncio.run(whole())
+
+
+async def settle() -> None:
+    """Let every task that can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def enter(admission: Admission, load: Load) -> "asyncio.Task[None]":
+    return asyncio.create_task(admission.enter(load))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_limit_is_ever_exceeded_and_all_rows_get_their_turn(seed: int) -> None:
+    chance = random.Random(seed)
+    loads = [Load(1, chance.choice([1, 40, 300, 1000]), chance.choice([5, 900, 5000])) for _ in range(2000)]
+    entered: list[int] = []
+
+    async def test(admission: Admission) -> None:
+        async def row(number: int, load: Load) -> None:
+            await admission.enter(load)
+            entered.append(number)
+            used = admission.used
+            assert used.requests <= LIMIT.requests
+            assert used.tokens <= LIMIT.tokens
+            assert used.bytes <= LIMIT.bytes
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            admission.leave(Load(1, load.tokens, 0))  # the server has answered, the dump is still there
+            await asyncio.sleep(0)
+            admission.leave(Load(0, 0, load.bytes))
+
+        await asyncio.gather(*(row(number, load) for number, load in enumerate(loads)))
+
+    run(test)
+    assert entered == list(range(2000))  # first come, first served
+
+
+def test_limits_hold_while_random_rows_are_cancelled() -> None:
+    chance = random.Random(7)
+    now, most = [0, 0, 0], [0, 0, 0]
+
+    async def test(admission: Admission) -> None:
+        async def row(load: Load) -> None:
+            parts = (load.requests, load.tokens, load.bytes)
+            await admission.enter(load)
+            for kind, part in enumerate(parts):
+                now[kind] += part
+                most[kind] = max(most[kind], now[kind])
+            try:
+                await asyncio.sleep(0)
+            finally:
+                for kind, part in enumerate(parts):
+                    now[kind] -= part
+                admission.leave(load)
+
+        tasks = []
+        for _ in range(2000):
+            tasks.append(asyncio.create_task(row(Load(1, chance.randrange(1, 600), chance.randrange(1, 3000)))))
+            if chance.random() < 0.3:
+                chance.choice(tasks).cancel()
+                await settle()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test)
+    assert most[0] > 1
+    assert [used <= limit for used, limit in zip(most, (LIMIT.requests, LIMIT.tokens, LIMIT.bytes))] == [True] * 3
+
+
+def test_a_long_row_is_not_overtaken_by_short_ones() -> None:
+    async def test(admission: Admission) -> None:
+        await admission.enter(Load(1, 600, 10))
+        long, short = enter(admission, Load(1, 500, 10)), enter(admission, Load(1, 1, 10))
+        await settle()
+        assert not long.done()
+        assert not short.done()  # it would fit, but was second
+        admission.leave(Load(1, 600, 10))
+        await settle()
+        assert long.done()
+        assert short.done()
+        admission.leave(Load(2, 501, 20))
+
+    run(test)
+
+
+def test_a_newcomer_waits_behind_those_who_wait() -> None:
+    async def test(admission: Admission) -> None:
+        await admission.enter(Load(1, 999, 10))
+        waiting = enter(admission, Load(1, 500, 10))
+        await settle()
+        newcomer = enter(admission, Load(1, 1, 10))
+        await settle()
+        assert not newcomer.done()
+        admission.leave(Load(1, 999, 10))
+        await asyncio.gather(waiting, newcomer)
+        admission.leave(Load(2, 501, 20))
+
+    run(test)
+
+
+@pytest.mark.parametrize("large", [Load(1, 1001, 10), Load(1, 10, 5001), Load(9, 10, 10)])
+def test_a_row_larger_than_the_limit_runs_alone(large: Load) -> None:
+    async def test(admission: Admission) -> None:
+        await admission.enter(Load(1, 1, 1))
+        waiting = enter(admission, large)
+        await settle()
+        assert not waiting.done()
+        admission.leave(Load(1, 1, 1))
+        await waiting
+        assert admission.used == large
+        behind = enter(admission, Load(1, 1, 1))
+        await settle()
+        assert not behind.done()
+        admission.leave(large)
+        await behind
+        admission.leave(Load(1, 1, 1))
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["requests", "tokens", "bytes"])
+def test_each_limit_counts_by_itself(kind: str) -> None:
+    whole = Load(**{name: getattr(LIMIT, name) if name == kind else 1 for name in ("requests", "tokens", "bytes")})
+    one = Load(**{name: int(name == kind) for name in ("requests", "tokens", "bytes")})
+
+    async def test(admission: Admission) -> None:
+        await admission.enter(whole)  # exactly the limit fits
+        waiting = enter(admission, one)
+        await settle()
+        assert not waiting.done()
+        admission.leave(one)
+        await settle()
+        assert waiting.done()
+        admission.leave(whole)
+
+    run(test)
+
+
+def test_a_row_cancelled_while_it_waits_takes_nothing_and_lets_the_next_one_in() -> None:
+    async def test(admission: Admission) -> None:
+        await admission.enter(Load(1, 600, 10))
+        first, second = enter(admission, Load(1, 500, 10)), enter(admission, Load(1, 300, 10))
+        await settle()
+        first.cancel()
+        await settle()
+        assert first.cancelled()
+        assert second.done()
+        assert admission.used == Load(2, 900, 20)
+        admission.leave(Load(2, 900, 20))
+
+    run(test)
+
+
+def test_a_row_cancelled_right_after_it_was_admitted_gives_everything_back() -> None:
+    async def test(admission: Admission) -> None:
+        await admission.enter(Load(1, 600, 10))
+        first, second = enter(admission, Load(1, 900, 10)), enter(admission, Load(1, 200, 10))
+        await settle()
+        admission.leave(Load(1, 600, 10))  # admits the first, whose task has not woken yet
+        first.cancel()
+        await settle()
+        assert first.cancelled()
+        assert second.done()
+        assert admission.used == Load(1, 200, 10)
+        admission.leave(Load(1, 200, 10))
+
+    run(test)
+
+
+def test_a_row_cancelled_just_before_it_would_be_admitted_takes_nothing() -> None:
+    async def test(admission: Admission) -> None:
+        await admission.enter(Load(1, 600, 10))
+        first, second = enter(admission, Load(1, 900, 10)), enter(admission, Load(1, 200, 10))
+        await settle()
+        first.cancel()  # its task has not woken yet
+        admission.leave(Load(1, 600, 10))
+        (outcome,) = await asyncio.gather(first, return_exceptions=True)
+        assert isinstance(outcome, asyncio.CancelledError)
+        assert second.done()
+        assert admission.used == Load(1, 200, 10)
+        admission.leave(Load(1, 200, 10))
+
+    run(test)
