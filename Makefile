@@ -35,7 +35,8 @@ $(READY): pyproject.toml requirements-cpu.txt Makefile
 	@echo "building $(VENV)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH) uv==$(UV)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --compile-bytecode --requirement requirements-cpu.txt
+	$(BIN)/uv pip install --quiet --system-certs --python $(BIN)/python --no-deps --compile-bytecode \
+		--requirement requirements-cpu.txt
 	@touch $@
 
 UV := 0.13.9
