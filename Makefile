@@ -34,7 +34,7 @@ ui: $(READY)
 $(READY): pyproject.toml requirements-cpu.txt Makefile
 	@echo "building $(VENV)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH) uv==$(UV)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(TORCH) uv==$(UV)
 	$(BIN)/uv pip install --quiet --system-certs --python $(BIN)/python --no-deps --compile-bytecode \
 		--requirement requirements-cpu.txt
 	@touch $@

@@ -22,6 +22,7 @@ DATASET = Path(".drillcore/demo/dataset.jsonl")
 
 def make_checkpoint(target: Path) -> None:
     """Write SmolLM2-135M-Instruct as safetensors in bfloat16 with its tokenizer; whole or not at all."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported; takes a second, needs no bar
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging

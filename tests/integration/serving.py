@@ -24,7 +24,9 @@ from tasks.store.shard import AUX, LAST, tensor_name
 CPU_ARGUMENTS = ["--max-total-tokens", "32768", "--mem-fraction-static", "0.5", "--sleep-on-idle"]
 
 
-def cpu_config(model: Path, dataset: Path, store: Path, staging: Path, **sections: dict[str, Any]) -> ExtractConfig:
+def cpu_config(
+    model: Path, dataset: Path, output_path: Path, staging_path: Path, **sections: dict[str, Any]
+) -> ExtractConfig:
     """A config for a server on this machine; `sections` add to it or change it."""
     values: dict[str, Any] = {
         "name": "test",
@@ -37,8 +39,8 @@ def cpu_config(model: Path, dataset: Path, store: Path, staging: Path, **section
             "arguments": CPU_ARGUMENTS,
             "start_timeout": 240,
         },
-        "staging": {"path": str(staging)},
-        "output": {"path": str(store), "shard_bytes": 16 << 20},
+        "staging": {"path": str(staging_path)},
+        "output": {"path": str(output_path), "shard_bytes": 16 << 20},
         "extraction": {"tokens_in_flight": 16384, "slowest_tokens_per_second": 20},
     }
     for name, section in sections.items():

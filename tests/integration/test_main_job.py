@@ -122,6 +122,20 @@ def test_a_third_run_extracts_nothing_and_says_so(job: MainJob) -> None:
     assert digest[1] == sha256_of(job.store.manifest)
 
 
+def test_the_readme_s_reader_reads_the_store(job: MainJob) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = code.replace(".drillcore/demo/hidden-states", str(job.store.root))
+    lines = [line for line in code.splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(lines) <= 15
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    samples = [json.loads(line) for line in job.dataset.read_text().splitlines()]
+    read = {int(line.split()[0]): [int(word) for word in line.split()[1:3]] for line in printed.splitlines()}
+    assert read == {row: [len(s["input_ids"]), sum(s["loss_mask"])] for row, s in enumerate(samples)}
+    assert "{1: " in printed
+    assert ", 14: " in printed
+    assert ", 26: " in printed
+
+
 def test_every_row_is_stored_once_with_its_ids(job: MainJob) -> None:
     lengths = {
         number: len(json.loads(line)["input_ids"]) for number, line in enumerate(job.dataset.read_text().splitlines())

@@ -1,0 +1,176 @@
+"""Bad input on the command line: a clear error that names the row or field, exit code 2, nothing written or started."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from flows.__main__ import main
+from tasks.store.layout import Store, create_store
+
+VOCAB = 100
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    """A config for a tiny checkpoint and a good dataset; its server would be this interpreter's."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_hidden_layers": 8, "hidden_size": 16, "vocab_size": VOCAB, "max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(shape))
+    save_file({"lm_head.weight": torch.zeros(VOCAB, 16)}, model / "model.safetensors")
+    dataset = tmp_path / "dataset.jsonl"
+    dataset.write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
+    return {
+        "name": "test",
+        "dataset": {"path": str(dataset), "max_seq_len": 8},
+        "model": {"path": str(model)},
+        "server": {"device": "cpu"},
+        "staging": {"path": str(tmp_path / "staging")},
+        "output": {"path": str(tmp_path / "output")},
+    }
+
+
+def plan(values: dict[str, Any], tmp_path: Path, *options: str) -> int:
+    """Exit code of `plan`, which checks all that `extract` checks before it starts anything."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    return main(["plan", str(config), *options])
+
+
+def test_good_input_is_planned_and_nothing_is_written(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(values, tmp_path, "--rate", "10") == 0
+    printed = capsys.readouterr().out
+    # 3 tokens of (3 + 1 states) x 16 x 2 bytes, id and mask
+    assert f"{3 * (4 * 16 * 2 + 5):,} (399 B) in 1 shards" in printed
+    assert "0.3 s for 3 tokens at 10/s" in printed
+    assert not (tmp_path / "output").exists()
+    assert not (tmp_path / "staging").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "dataset.jsonl does not exist (dataset.path)"),
+        ("", "dataset.jsonl is empty (dataset.path)"),
+        ('{"input_ids": [1]}\n{"input_ids": [1,\n', "line 2 (row 1): invalid JSON"),
+        ('{"text": "x"}\n', "line 1 (row 0): no input_ids; the line has 'text'"),
+        ('{"input_ids": [1, 100]}\n', "line 1 (row 0): input_ids[1] is 100, the model's vocabulary has ids 0 to 99"),
+        ('{"input_ids": []}\n', "line 1 (row 0): input_ids is empty"),
+        (
+            '{"input_ids": [1, 2], "loss_mask": [1]}\n',
+            "line 1 (row 0): loss_mask has 1 values, input_ids has 2",
+        ),
+        ('{"input_ids": [1, 1, 1, 1, 1, 1, 1, 1, 1]}\n', "line 1 (row 0): 9 tokens, max_seq_len is 8"),
+    ],
+)
+def test_a_bad_dataset_is_refused_by_line(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    dataset = Path(values["dataset"]["path"])
+    dataset.unlink() if content is None else dataset.write_text(content)
+    assert plan(values, tmp_path) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_policies_let_the_rest_pass_with_counts(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"input_ids": [1] * 9}, {"input_ids": []}, {"input_ids": [5, 6]}]
+    Path(values["dataset"]["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values["dataset"] |= {"on_too_long": "truncate", "on_invalid": "skip"}
+    assert plan(values, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "3: 1 truncated, 1 skipped" in printed
+    assert "10; longest row 8, max_seq_len 8" in printed
+
+
+def test_no_room_on_the_output(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model with states of a terabyte a token: no disk has room."""
+    shape = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_size": 1 << 37}
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    assert plan(values, tmp_path) == 2
+    errors = capsys.readouterr().err
+    assert f"SpaceError: The output {tmp_path / 'output'} has " in errors
+    assert "3 tokens need 3.0 TiB" in errors
+
+
+def test_no_room_in_the_staging(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values["staging"]["max_bytes"] = 700  # the row needs 2 x 399
+    assert plan(values, tmp_path) == 2
+    errors = capsys.readouterr().err
+    assert f"SpaceError: The staging {tmp_path / 'staging'} may hold 700 B" in errors
+    assert "the longest row, 3 tokens, needs 798 B" in errors
+
+
+def test_a_port_in_use_is_refused_with_the_pid(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import os
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        values["server"]["port"] = port
+        assert plan(values, tmp_path) == 2
+    assert f"Port {port} on 127.0.0.1 cannot be used: process {os.getpid()} listens on it" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_sglang_is_refused(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path(sys.base_prefix) / "bin/python3"
+    values["server"]["interpreter"] = str(base)
+    assert plan(values, tmp_path) == 2
+    assert f"The interpreter {base} has no SGLang" in capsys.readouterr().err
+
+
+def test_an_interpreter_with_another_version_is_refused(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A made-up SGLang on the interpreter's path: the real old versions need environments of gigabytes."""
+    package = tmp_path / "site/sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    information = tmp_path / "site/sglang-0.4.1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.4.1\n")
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.base_prefix}/bin/python3 "$@"\n')
+    interpreter.chmod(0o755)
+    values["server"]["interpreter"] = str(interpreter)
+    assert plan(values, tmp_path) == 2
+    errors = capsys.readouterr().err
+    assert f"SGLang 0.4.1 of {interpreter} is not supported" in errors
+    assert "0.5.23" in errors
+
+
+def test_another_extractions_output_is_refused_field_by_field(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create_store(Store(tmp_path / "output"), {"layers": [1, 2], "dtype": "bfloat16"}, {})
+    assert plan(values, tmp_path) == 2
+    errors = capsys.readouterr().err
+    assert "belongs to another extraction; these fields differ" in errors
+    assert "layers: the output has [1, 2], this run has [1, 3, 4]" in errors
+    assert "  dtype:" not in errors
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_known_one(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values["dataset"]["max_seq_length"] = 8
+    assert plan(values, tmp_path) == 2
+    assert "dataset.max_seq_length: unknown field; did you mean 'max_seq_len'?" in capsys.readouterr().err
+
+
+def test_verifying_a_directory_that_is_no_store_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "holds no extraction: there is no extraction.json" in capsys.readouterr().err
