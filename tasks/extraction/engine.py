@@ -87,6 +87,9 @@ class PrefillEngine:
         The future raises RowError (this row cannot be had), TransientPrefillError (all tries failed), or ServerError.
         """
         outcome: Future[Dump] = Future()
+        if self._closed is not None:
+            outcome.set_exception(self._closed)
+            return outcome
         self._loop.call_soon_threadsafe(self._start, outcome, row, ids)
         return outcome
 
