@@ -4,13 +4,14 @@
 # make lint    ruff and mypy only
 # make clean   remove .venv and all state
 #
-# Each builds .venv when it is missing or out of date. Another Python: make demo PYTHON=python3.12
+# Each builds .venv when it is missing or out of date.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
+UV := uv==0.13.9
 
 .PHONY: demo test lint ui lock clean
 .DELETE_ON_ERROR:
@@ -34,16 +35,15 @@ ui: $(READY)
 $(READY): pyproject.toml requirements-cpu.txt Makefile
 	@echo "building $(VENV)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(TORCH) uv==$(UV)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(TORCH) $(UV)
 	$(BIN)/uv pip install --quiet --system-certs --python $(BIN)/python --no-deps --compile-bytecode \
 		--requirement requirements-cpu.txt
 	@touch $@
 
-UV := 0.13.9
-
-lock: $(READY)
-	@echo "edit pyproject.toml, install the change into $(VENV) with $(BIN)/uv pip install, then:"
-	$(BIN)/uv pip freeze --python $(BIN)/python | grep -v '^torch==\|^uv==' > requirements-cpu.txt
+# After a change was installed into .venv by hand: write down what is there now.
+lock:
+	@(sed -n '/^#/p' requirements-cpu.txt; $(BIN)/uv pip freeze --python $(BIN)/python | grep -v '^torch==\|^uv==') > $(VENV)/lock
+	@mv $(VENV)/lock requirements-cpu.txt
 
 clean:
 	rm -rf $(VENV) .drillcore .mypy_cache .ruff_cache .pytest_cache

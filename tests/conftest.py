@@ -1,5 +1,8 @@
 """What all tests share: the demo's model and dataset, made once and kept in the state folder."""
 
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +29,11 @@ def demo_dataset(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     path = tmp_path_factory.mktemp("demo") / "dataset.jsonl"
     demo.make_dataset(demo_model, path)
     return path
+
+
+@pytest.fixture(scope="module")
+def staging() -> Iterator[Path]:
+    """A staging directory in shared memory, gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="drillcore-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -36,9 +36,11 @@ def few_rows(demo_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def running(demo_model: Path, few_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def running(
+    demo_model: Path, few_rows: Path, staging: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("attached")
-    config = cpu_config(demo_model, few_rows, folder / "unused", Path("/dev/shm") / f"drillcore-test-{folder.name}")
+    config = cpu_config(demo_model, few_rows, folder / "unused", staging)
     with serving(config, folder / "server.log") as up:
         yield up
 

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 
 LAYERS = [1, 14, 26]  # "eagle3" of 30 layers
 UNCHUNKED = 32768  # tokens: more than the dataset has
-CHUNKED = 192  # tokens: splits most rows
-CHUNKING = ["chunked", "unchunked"]
+CHUNKED = 256  # tokens: every pass is full, so most rows are split
+BATCHED, ALONE = 64, 1  # requests in flight
 States = dict[int, torch.Tensor]  # by row: float32 [layers + 1, tokens, hidden]
 
 
@@ -56,6 +56,7 @@ def server(
     request: pytest.FixtureRequest,
     demo_model: Path,
     demo_dataset: Path,
+    staging: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     dtype, chunk = request.param
@@ -64,18 +65,17 @@ def server(
         demo_model,
         demo_dataset,
         folder / "unused",
-        Path("/dev/shm") / f"drillcore-test-{folder.name}",
+        staging,
         server={"dtype": dtype, "chunked_prefill_size": chunk},
     )
     with serving(config, folder / "server.log") as running:
         yield running
 
 
-IN_FLIGHT = pytest.mark.parametrize("in_flight", [64, 1], ids=["batched", "alone"])
-
-
-@IN_FLIGHT
-@pytest.mark.parametrize("server", [("float32", CHUNKED), ("float32", UNCHUNKED)], indirect=True, ids=CHUNKING)
+@pytest.mark.parametrize("in_flight", [BATCHED, ALONE], ids=["batched", "alone"])
+@pytest.mark.parametrize(
+    "server", [("float32", CHUNKED), ("float32", UNCHUNKED)], indirect=True, ids=["chunked", "unchunked"]
+)
 def test_float32_states_equal_transformers(server: Serving, in_flight: int, exact: States, tmp_path: Path) -> None:
     states = extract(server, tmp_path, in_flight, exact)
     worst = max(float(token_errors(states[row], exact[row]).max()) for row in exact)
@@ -83,8 +83,12 @@ def test_float32_states_equal_transformers(server: Serving, in_flight: int, exac
     assert worst < 1e-4
 
 
-@IN_FLIGHT
-@pytest.mark.parametrize("server", [("bfloat16", CHUNKED), ("bfloat16", UNCHUNKED)], indirect=True, ids=CHUNKING)
+@pytest.mark.parametrize(
+    ("server", "in_flight"),
+    [(("bfloat16", CHUNKED), BATCHED), (("bfloat16", UNCHUNKED), ALONE)],
+    indirect=["server"],
+    ids=["chunked-batched", "unchunked-alone"],
+)
 def test_bfloat16_states_are_as_near_as_bfloat16_allows(
     server: Serving, in_flight: int, exact: States, rounded: States, tmp_path: Path
 ) -> None:

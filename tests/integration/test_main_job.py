@@ -26,6 +26,7 @@ from tests.integration.serving import cpu_config, stored_states
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 
+ROWS = 48  # of the demo: enough for several shards
 STEPS = {"preflight", "patch", "server", "probe", "extract", "verify", "record"}
 
 
@@ -47,10 +48,11 @@ class MainJob:
 
 
 @pytest.fixture(scope="module")
-def job(demo_model: Path, demo_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> MainJob:
+def job(demo_model: Path, demo_dataset: Path, staging: Path, tmp_path_factory: pytest.TempPathFactory) -> MainJob:
     folder = tmp_path_factory.mktemp("main-job")
-    staging = Path("/dev/shm") / f"drillcore-test-{folder.name}"
-    config = cpu_config(demo_model, demo_dataset, folder / "output", staging, output={"shard_bytes": 8 << 20})
+    dataset = folder / "dataset.jsonl"
+    dataset.write_text("".join(demo_dataset.read_text().splitlines(keepends=True)[:ROWS]))
+    config = cpu_config(demo_model, dataset, folder / "output", staging, output={"shard_bytes": 8 << 20})
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
     environment = os.environ | {"DRILLCORE_HOME": str(folder / "home"), "NO_COLOR": "1"}
@@ -76,7 +78,7 @@ def job(demo_model: Path, demo_dataset: Path, tmp_path_factory: pytest.TempPathF
         home=folder / "home",
         config=path,
         store=store,
-        dataset=demo_dataset,
+        dataset=dataset,
         environment=environment,
         committed=committed,
         outlived=outlived,
