@@ -42,7 +42,7 @@ $(READY): pyproject.toml requirements-cpu.txt Makefile
 
 # After a change was installed into .venv by hand: write down what is there now.
 lock:
-	@(sed -n '/^#/p' requirements-cpu.txt; $(BIN)/uv pip freeze --python $(BIN)/python | grep -v '^torch==\|^uv==') > $(VENV)/lock
+	@(sed -n '/^#/p' requirements-cpu.txt; $(BIN)/uv pip freeze --python $(BIN)/python | grep -v '^\(torch\|uv\|pip\|setuptools\)==') > $(VENV)/lock
 	@mv $(VENV)/lock requirements-cpu.txt
 
 clean:
