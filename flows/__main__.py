@@ -162,5 +162,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("tasks").addHandler(logging.StreamHandler())  # warnings of the core; Prefect prints its own
     sys.exit(main())
