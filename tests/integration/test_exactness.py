@@ -105,7 +105,7 @@ def test_bfloat16_states_are_as_near_as_bfloat16_allows(
     assert (ours < 0.999).sum() <= 1.5 * (theirs < 0.999).sum()
     assert (ours < 0.999).float().mean() < 0.003
     assert 1 - ours.min() <= 1.5 * (1 - theirs.min())
-    assert (1 - ours).mean() <= 1.1 * (1 - theirs).mean()
+    assert (1 - ours).mean() <= 1.25 * (1 - theirs).mean()
 
 
 def extract(server: Serving, folder: Path, in_flight: int, expected: States) -> States:
