@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -123,15 +122,7 @@ def _prefect_server(port: int) -> Iterator[str]:
 @contextlib.contextmanager
 def _service(name: str, command: list[str], environment: dict[str, str], log: Path, health: str) -> Iterator[None]:
     """Run a server under a guardian until the context ends; wait until `health` answers."""
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, guardian.__file__, *command],
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=os.environ | environment,
-            start_new_session=True,
-        )
+    process = guardian.start(command, environment, log)
     assert process.stdin is not None
     try:
         deadline = time.monotonic() + START_TIMEOUT

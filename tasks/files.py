@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
 CHUNK = 8 << 20  # bytes read at a time
@@ -29,6 +31,13 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a table as Parquet, atomically."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
 
 
 def sync_directory(directory: Path) -> None:

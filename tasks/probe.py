@@ -8,7 +8,7 @@ the server itself puts first. The dumps are deleted.
 
 import itertools
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +46,6 @@ class ProbeReport:
     top_token_agreement: float
     """Share of positions at which lm_head(final) and the server put the same token first; the rest are near ties."""
     positions: int
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: int) -> ProbeReport:
@@ -109,7 +106,7 @@ def _check_agreement(engine: PrefillEngine, alone: list[torch.Tensor], together:
     limit = NOISE_LIMIT[captured.dtype]
     errors = [relative_errors(one, other) for one, other in zip([*alone, alone[-1]], together, strict=True)]
     noise = [max(values) for values in zip(*errors, strict=True)]
-    for name, value in zip(_names(captured.layers), noise, strict=True):
+    for name, value in zip(captured.state_names(), noise, strict=True):
         if not value <= limit:
             raise ProbeError(
                 f"The same prompt alone and among others gives different states at {name}: relative error {value:.3g}, "
@@ -154,7 +151,3 @@ def _check_top_tokens(
         same += int((logits.argmax(dim=-1) == theirs).sum())
         positions += len(ids)
     return same / positions, positions
-
-
-def _names(layers: list[int]) -> list[str]:
-    return [*(f"layer {layer}" for layer in layers), "the final state"]

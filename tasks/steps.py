@@ -6,6 +6,7 @@ process.
 
 import contextlib
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def probe_step(session: Session) -> None:
     report = probe(engine, preflight.model, session.facts, config.dataset.max_seq_len)
     open_output(preflight)
     session.report = report
-    write_json(session.store.logs / "probe.json", report.to_json())
+    write_json(session.store.logs / "probe.json", asdict(report))
     get_run_logger().info(
         "%d prompts in %.1f s; noise %s; lm_head picks the server's token at %.1f%% of %d positions",
         report.prompts,

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.errors import StoreError
-from tasks.files import write_atomic
+from tasks.files import write_parquet
 
 MOST_BATCHES = 2000  # mapped tasks of one flow run that a self-hosted Prefect server takes without losing records
 EXTRACT, TRUNCATE, SKIP = "extract", "truncate", "skip"
@@ -97,9 +97,7 @@ def save_plan(plan: Plan, path: Path) -> None:
             "reason": pa.array(plan.reason, pa.string()),
         }
     )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomic(path, sink.getvalue().to_pybytes())
+    write_parquet(path, table)
 
 
 def load_plan(path: Path) -> Plan:

@@ -13,7 +13,7 @@ from tasks.errors import RowError, TransientPrefillError
 from tasks.extraction.engine import PrefillEngine
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
-from tasks.store.record import FailedRow, Record, RowRecord, record_path, write_record
+from tasks.store.record import FORMAT, FailedRow, Record, RowRecord, record_path, write_record
 from tasks.store.shard import ShardWriter
 
 
@@ -39,7 +39,7 @@ def extract_batch(
     started = time.monotonic()
     part = next(number for number in itertools.count() if not record_path(store, batch, number).exists())
     captured = engine.captured
-    metadata = {"format": "drillcore.shard/1", "fingerprint": fingerprint, "batch": str(batch)}
+    metadata = {"format": FORMAT, "fingerprint": fingerprint, "batch": str(batch)}
     done: list[RowRecord] = []
     failed: list[FailedRow] = []
     # Longest first: what does not fit or cannot be served shows early, and the batch ends with short rows.

@@ -19,6 +19,7 @@ import tenacity
 from tasks.config import ExtractionConfig
 from tasks.errors import RowError, ServerError, TransientPrefillError
 from tasks.extraction.admission import Admission, Load
+from tasks.model import ITEMSIZE
 from tasks.server.dumps import Captured, Dump, open_dump
 from tasks.server.launch import Server
 
@@ -157,11 +158,9 @@ class PrefillEngine:
             self.progress.retries += retries
 
     async def _prefill(self, row: int, ids: np.ndarray) -> Dump:
-        at_server = Load(1, len(ids), 0)
         states = len(self.captured.layers) + 1
-        itemsize = 4 if self.captured.dtype == "float32" else 2
-        in_staging = Load(0, 0, len(ids) * states * self.captured.hidden_size * itemsize)
-        await self._admission.enter(Load(1, len(ids), in_staging.bytes))
+        dump_bytes = len(ids) * states * self.captured.hidden_size * ITEMSIZE[self.captured.dtype]
+        await self._admission.enter(Load(1, len(ids), dump_bytes))
         self.progress.in_flight += 1
         done = False
         try:
@@ -178,7 +177,7 @@ class PrefillEngine:
             raise
         finally:
             self.progress.in_flight -= 1
-            self._admission.leave(at_server if done else Load(1, len(ids), in_staging.bytes))
+            self._admission.leave(Load(1, len(ids), 0 if done else dump_bytes))  # a dump stays until it is released
 
     async def _with_retries(self, row: int, ids: np.ndarray) -> Dump:
         retrying = tenacity.AsyncRetrying(

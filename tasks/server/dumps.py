@@ -22,6 +22,10 @@ class Captured:
     dtype: str
     hidden_size: int
 
+    def state_names(self) -> list[str]:
+        """What to call each state to a person: aux layers in order, then the final state."""
+        return [*(f"layer {layer}" for layer in self.layers), "the final state"]
+
 
 @dataclass(frozen=True)
 class Dump:
@@ -72,8 +76,7 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
             raise TransientPrefillError(f"the dump {path.name} has the wrong {name}: {found}, expected {wanted}")
     if not np.array_equal(dump_ids.numpy(), ids):
         raise TransientPrefillError(f"the dump {path.name} holds other token ids than were sent")
-    names = [*(f"layer {layer}" for layer in expected.layers), "the final state"]
-    for state, bad, zero in zip(names, nonfinite_rows, zero_rows, strict=True):
+    for state, bad, zero in zip(expected.state_names(), nonfinite_rows, zero_rows, strict=True):
         if bad or zero:
             raise TransientPrefillError(
                 f"the dump {path.name} is damaged at {state}: {bad} tokens not finite, {zero} all zero"

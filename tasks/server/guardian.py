@@ -12,6 +12,7 @@ import selectors
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +21,19 @@ PR_SET_CHILD_SUBREAPER = 36
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start(command: list[str], environment: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    """Run `command` under a guardian; closing the process's stdin, or the end of this process, ends it."""
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, __file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
 
 
 def main(command: list[str]) -> int:

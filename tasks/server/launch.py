@@ -7,7 +7,6 @@ import secrets
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -84,7 +83,7 @@ class ManagedServer:
         self.staging = config.staging.path / f"server-{secrets.token_hex(6)}"
         self.start_timeout = config.server.start_timeout
         self.command = launch_command(config, installation, self.port)
-        self.environment = os.environ | launch_environment(config, self.staging, layers)
+        self.environment = launch_environment(config, self.staging, layers)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -96,15 +95,7 @@ class ManagedServer:
         except OSError as error:
             raise SetupError(f"{error.filename} cannot be written: {error.strerror} (staging.path).") from error
         logger.info("starting %s, log in %s", shlex.join(self.command), self.log)
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, guardian.__file__, *self.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                start_new_session=True,
-            )
+        self.process = guardian.start(self.command, self.environment, self.log)
         deadline = time.monotonic() + self.start_timeout
         while not self._answers():
             self.check_alive()

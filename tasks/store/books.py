@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tasks.dataset.plan import ACTIONS, SKIP, TRUNCATE, Plan
-from tasks.files import sha256_of, sha256_of_json, write_atomic
+from tasks.files import sha256_of, sha256_of_json, write_parquet
 from tasks.store.layout import Store
 from tasks.store.record import Record, record_path
 
@@ -70,9 +69,7 @@ def write_ledger(path: Path, plan: Plan, books: Books) -> None:
             "shard": pa.array(books.shards, pa.string()),
         }
     )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomic(path, sink.getvalue().to_pybytes())
+    write_parquet(path, table)
 
 
 def records_digest(store: Store, records: list[Record]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.files import checksum_of, sync_directory
+from tasks.model import ITEMSIZE
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 ENTRY_BYTES = 160  # longest header entry of one tensor, with room to spare
@@ -45,6 +46,7 @@ class ShardWriter:
         self.path = path
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self.dtype = DTYPES[dtype]
+        self.itemsize = ITEMSIZE[dtype]
         self.room = (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8
         self.header: dict[str, object] = {"__metadata__": metadata}
         self.end = 0  # of the data written so far, counted from the end of the header
@@ -61,9 +63,8 @@ class ShardWriter:
 
     def add(self, row: int, aux: np.ndarray, last: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> None:
         """aux and last: the raw bytes of the states, uint8 [tokens, bytes a token]; ids int32, mask uint8 [tokens]."""
-        itemsize = {"F32": 4}.get(self.dtype, 2)
         for name, state in ((AUX, aux), (LAST, last)):
-            self._append(tensor_name(row, name), self.dtype, [len(state), state.shape[1] // itemsize], state)
+            self._append(tensor_name(row, name), self.dtype, [len(state), state.shape[1] // self.itemsize], state)
         self.small.append((row, ids, mask))
 
     def finish(self) -> WrittenShard:
