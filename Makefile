@@ -2,9 +2,9 @@
 # make test    lint, types and all tests
 # make ui      the Prefect and MLflow pages of what ran here
 # make lint    ruff and mypy only
-# make clean   remove .venv and all state
+# make clean   remove the environments and all state
 #
-# Each builds .venv when it is missing or out of date.
+# Each builds the environment that it needs when it is missing or out of date.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,6 +12,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 UV := uv==0.13.9
+OLDER := .venv-sglang-0.5.17
+OLDER_REQUIREMENTS := requirements-sglang-0.5.17.txt
+OLDER_READY := $(OLDER)/.ready
+SITE := -c 'import site; print(*site.getsitepackages())'
 
 .PHONY: demo test lint ui lock clean
 .DELETE_ON_ERROR:
@@ -19,7 +23,7 @@ UV := uv==0.13.9
 demo: $(READY)
 	$(BIN)/python -m deployments.demo
 
-test: lint
+test: lint $(OLDER_READY)
 	$(BIN)/python -m pytest
 
 lint: $(READY)
@@ -40,10 +44,19 @@ $(READY): pyproject.toml requirements-cpu.txt Makefile
 		--requirement requirements-cpu.txt
 	@touch $@
 
+# An older SGLang over .venv: its own packages come first on the path, as for importlib.metadata, and .venv's after them.
+$(OLDER_READY): $(OLDER_REQUIREMENTS) $(READY)
+	@echo "building $(OLDER)"
+	$(BIN)/python -m venv --clear --without-pip $(OLDER)
+	$(BIN)/uv pip install --quiet --system-certs --python $(OLDER)/bin/python --no-deps --compile-bytecode \
+		--requirement $(OLDER_REQUIREMENTS)
+	@$(BIN)/python $(SITE) > $$($(OLDER)/bin/python $(SITE))/base.pth
+	@touch $@
+
 # After a change was installed into .venv by hand: write down what is there now.
 lock:
 	@(sed -n '/^#/p' requirements-cpu.txt; $(BIN)/uv pip freeze --python $(BIN)/python | grep -v '^\(torch\|uv\|pip\|setuptools\)==') > $(VENV)/lock
 	@mv $(VENV)/lock requirements-cpu.txt
 
 clean:
-	rm -rf $(VENV) .drillcore .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDER) .drillcore .mypy_cache .ruff_cache .pytest_cache

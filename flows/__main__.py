@@ -22,6 +22,14 @@ started again resumes: what is stored already is never extracted twice.
 """
 EXIT_CODES = "exit codes: 0 all well, 1 the run failed or the data did not pass, 2 wrong input (nothing was started)"
 
+PATCH_ACTIONS = {
+    "apply": "Make the plugin ready: check that it fits this SGLang and, with --interpreter, install it there.",
+    "verify": "Check version, functions and, with --interpreter, every byte and that the interpreter finds the plugin.",
+    "status": "Say what there is: the SGLang, the plugin, the proofs.",
+    "revert": "Undo an install; the environment is then as before.",
+    "fingerprint": "Print the line that adds an SGLang wheel's version to patches/manifest.json.",
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -105,12 +113,30 @@ def run_config(options: argparse.Namespace) -> int:
 
 def run_server_command(options: argparse.Namespace) -> int:
     from tasks.model import capture_layers, read_model
-    from tasks.patching import find_installation
+    from tasks.patching import check_signatures, find_installation
     from tasks.server.launch import shell_command
 
     config = load_config(options.config, options.set)
-    layers = capture_layers(read_model(config.model.path), config.capture.layers)
-    print(shell_command(config, find_installation(config.server.interpreter), layers))
+    layers = capture_layers(read_model(config.model.path), config.capture)
+    installation = find_installation(config.server.interpreter)
+    check_signatures(installation)
+    print(shell_command(config, installation, layers))
+    return 0
+
+
+def run_patch(options: argparse.Namespace) -> int:
+    from flows import patch
+
+    if options.action == "fingerprint":
+        lines, unseen = patch.fingerprint(options.wheels)
+        print("\n".join(lines))
+        if unseen:
+            print(as_lines(unseen), file=sys.stderr)
+    elif options.action == "apply":
+        print(as_lines(patch.apply(options.interpreter, options.force)))
+    else:
+        action = {"verify": patch.verify, "status": patch.status, "revert": patch.revert}[options.action]
+        print(as_lines(action(options.interpreter)))
     return 0
 
 
@@ -158,7 +184,31 @@ def _parser() -> argparse.ArgumentParser:
         "Print the shell command that starts the server an attached extraction with this config needs.",
         config=True,
     )
+    child = command("patch", run_patch, "Check, install or remove the capture plugin.")
+    _add_patch_actions(child.add_subparsers(dest="action", metavar="ACTION", required=True))
     return parser
+
+
+def _add_patch_actions(actions: Any) -> None:
+    for name, text in PATCH_ACTIONS.items():
+        child = actions.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
+        if name == "fingerprint":
+            child.add_argument("wheels", type=Path, nargs="+", metavar="WHEEL", help="an SGLang wheel")
+            continue
+        child.add_argument(
+            "--interpreter",
+            metavar="PYTHON",
+            help="the Python of an environment in which somebody starts servers himself: the plugin is installed there "
+            "(default: this Python, whose managed servers get the plugin through PYTHONPATH)",
+        )
+        if name == "apply":
+            child.add_argument(
+                "--force",
+                type=Path,
+                metavar="CONFIG.yaml",
+                help="accept an SGLang that the manifest does not list, if a server of it passes the probe: it is "
+                "started by this config",
+            )
 
 
 if __name__ == "__main__":

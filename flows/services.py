@@ -1,6 +1,6 @@
 """The Prefect and MLflow servers of this machine, for those who have none elsewhere.
 
-State lies in the state folder: `.drillcore` in the working directory, or $DRILLCORE_HOME.
+State lies in the state folder (`tasks/state.py`).
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from tasks.errors import SetupError
 from tasks.files import write_json
 from tasks.server import guardian
 from tasks.server.ports import check_port, free_port
+from tasks.state import state_home
 
 HOST = "127.0.0.1"
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
@@ -30,11 +31,6 @@ PREFECT_SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
 }
-
-
-def state_home() -> Path:
-    """The state folder, absolute."""
-    return Path(os.environ.get("DRILLCORE_HOME", ".drillcore")).absolute()
 
 
 def mlflow_uri() -> str:

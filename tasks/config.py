@@ -58,8 +58,17 @@ class CaptureConfig(Section):
         description="Decoder layers whose output is stored, 0-based: layer k is hidden_states[k + 1] of Hugging Face "
         "Transformers. 'eagle3' means [1, n // 2 - 1, n - 4] for a model of n layers. The final state is always added.",
     )
-    final_norm: Literal["post"] = Field(
-        default="post", description="The final state after ('post') the model's last norm."
+    layer_convention: Literal["output", "layer_input", "vllm"] = Field(
+        default="output",
+        description="What the numbers in `layers` mean, if they come from elsewhere: 'output' of decoder layer k; "
+        "'layer_input', what decoder layer k is given, so the output of layer k - 1 (as SGLang's loops count); 'vllm', "
+        "the same, where n, for a model of n layers, is the final state before the norm (needs final_norm 'pre'). "
+        "They are translated to 'output', which is all that is stored.",
+    )
+    final_norm: Literal["post", "pre"] = Field(
+        default="post",
+        description="The final state after ('post': SpecForge, TorchSpec, ModelOpt) or before ('pre': speculators) the "
+        "model's last norm.",
     )
 
 
@@ -108,6 +117,12 @@ class StagingConfig(Section):
     )
     max_bytes: int = Field(
         default=16 * GIB, gt=0, description="Most bytes of dumps at any time, in all. Limits how much is in flight."
+    )
+    pinned_bytes: int = Field(
+        default=4 * GIB,
+        ge=64 << 20,
+        description="Most bytes of page-locked host memory in which each server process keeps states on their way from "
+        "the GPU. Four forward passes' worth is taken, at most this.",
     )
 
 

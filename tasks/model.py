@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.config import CaptureConfig
 from tasks.errors import ModelError
 from tasks.files import sha256_of_json
 
@@ -62,14 +63,30 @@ def read_model(path: Path) -> Model:
     )
 
 
-def capture_layers(model: Model, layers: list[int] | str) -> list[int]:
-    """The decoder layers to store; 'eagle3' is [1, n // 2 - 1, n - 4] for n layers. Raises ModelError."""
-    count = model.layers
-    chosen = [1, count // 2 - 1, count - 4] if isinstance(layers, str) else layers
+def capture_layers(model: Model, capture: CaptureConfig) -> list[int]:
+    """The decoder layers to store, by their outputs: `capture.layers` translated from its convention.
+
+    'eagle3' is [1, n // 2 - 1, n - 4] for n layers. Raises ModelError that names the ids.
+    """
+    count, asked = model.layers, capture.layers
+    if isinstance(asked, str):
+        chosen = [1, count // 2 - 1, count - 4]
+    elif capture.layer_convention == "output":
+        chosen = asked
+    else:
+        chosen = [layer - 1 for layer in asked]
+        if capture.layer_convention == "vllm" and chosen[-1:] == [count - 1]:
+            if capture.final_norm != "pre":
+                raise ModelError(
+                    f"capture.layers = {asked} ends with {count}, which in the 'vllm' convention is the final state "
+                    "before the norm: set capture.final_norm to 'pre', or leave that number out."
+                )
+            chosen = chosen[:-1]
     if not chosen or chosen != sorted(set(chosen)) or not all(0 <= layer < count - 1 for layer in chosen):
         raise ModelError(
-            f"capture.layers = {layers} gives {chosen}: they must ascend, between 0 and {count - 2}. The "
-            f"model has {count} layers, and the output of the last one is the final state, which is always stored."
+            f"capture.layers = {asked} (convention '{capture.layer_convention}') gives the outputs of layers {chosen}: "
+            f"they must ascend, between 0 and {count - 2}. The model has {count} layers, and the output of the last "
+            "one is the final state, which is always stored."
         )
     return chosen
 

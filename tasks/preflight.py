@@ -102,7 +102,7 @@ def run_preflight(config: ExtractConfig, space: bool = True) -> Preflight:
     space: also whether there is room for it, which `plan` does after it has printed what is planned.
     """
     model = read_model(config.model.path)
-    layers = capture_layers(model, config.capture.layers)
+    layers = capture_layers(model, config.capture)
     if config.dataset.max_seq_len > model.max_positions:
         raise SetupError(
             f"dataset.max_seq_len is {config.dataset.max_seq_len}, the model takes {model.max_positions} positions "

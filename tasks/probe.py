@@ -2,8 +2,8 @@
 
 Fixed prompts of random token ids go through the engine that the extraction uses. Every dump is checked for ids, shapes,
 dtype and health when it is opened (tasks/server/dumps.py). Here: the same prompt alone, among others, split over
-several forward passes and repeated agrees; different prompts differ; `lm_head(final state)` puts first the token that
-the server itself puts first. The dumps are deleted.
+several forward passes and repeated agrees; different prompts differ; `lm_head(final state)`, after the last norm where
+the state was taken before it, puts first the token that the server itself puts first. The dumps are deleted.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tasks.checkpoint import read_lm_head
+from tasks.checkpoint import apply_final_norm, read_lm_head
 from tasks.errors import ProbeError, RowError, TransientPrefillError
 from tasks.extraction.engine import PrefillEngine
 from tasks.model import Model
@@ -137,7 +137,8 @@ def _check_top_tokens(
     for ids, states in zip(prompts, alone, strict=True):
         if not 1 < len(ids) <= PROOF_TOKENS:
             continue
-        logits = states[-1] @ head.T
+        final = states[-1] if engine.captured.final_norm == "post" else apply_final_norm(checkpoint, states[-1])
+        logits = final @ head.T
         theirs = torch.tensor(engine.top_tokens(ids))
         gap = (logits.max(dim=-1).values - logits.gather(1, theirs[:, None])[:, 0]) / logits.std(dim=-1)
         worst = int(gap.argmax())

@@ -79,9 +79,10 @@ def patch_step(session: Session) -> None:
     if installation is None:
         get_run_logger().info("the server is attached: the plugin's READY file is checked in the next step")
         return
-    check_signatures(installation)
+    proof = check_signatures(installation)
     paths = ", ".join(str(path) for path in server_paths(session.config.server.device))
-    get_run_logger().info("SGLang %s takes the capture plugin from %s", installation.sglang, paths)
+    basis = f", {proof.text()}" if proof else ""
+    get_run_logger().info("SGLang %s%s takes the capture plugin from %s", installation.sglang, basis, paths)
 
 
 @task(name="server", task_run_name="server", **UNCACHED)

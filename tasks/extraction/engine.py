@@ -20,13 +20,14 @@ from tasks.config import ExtractionConfig
 from tasks.errors import RowError, ServerError, TransientPrefillError
 from tasks.extraction.admission import Admission, Load
 from tasks.model import ITEMSIZE
-from tasks.server.dumps import Captured, Dump, open_dump
+from tasks.server.dumps import Captured, Dump, is_behind, open_dump
 from tasks.server.launch import Server
 
 DUMP_DEADLINE = 60.0  # seconds from the server's answer to the dump; seen: at most 0.1
 SLOWEST_STAGING = 50e6  # bytes a second: dumps of everything in flight may be written before this one
 BASE_TIMEOUT = 120.0  # seconds, for the shortest row
 LATE = 60.0  # seconds after which the dump of a prefill that was given up is looked for once more
+BEHIND = 0.02  # seconds between looks whether the plugin's writers have caught up
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between the tries of a prefill
 # Rows that fail one after the other, none succeeding in between, until the run is stopped: it is not the rows then.
 MOST_FAILURES_IN_A_ROW = 50
@@ -196,6 +197,8 @@ class PrefillEngine:
         path = self.server.staging / f"{request}.safetensors"
         error_path = self.server.staging / f"{request}.error.json"
         try:
+            while is_behind(self.server.staging):
+                await asyncio.sleep(BEHIND)
             await self._post(request, ids, {})
             deadline = time.monotonic() + DUMP_DEADLINE + self._admission.used.bytes / SLOWEST_STAGING
             pause = 0.001

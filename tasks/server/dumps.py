@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from tasks.errors import TransientPrefillError
 
+BUSY = "busy."  # and the process id: the plugin's mark
 METADATA = ("rms", "zero_rows", "nonfinite_rows", "chunks", "layers", "final_norm")
 
 
@@ -48,6 +49,11 @@ class Dump:
     def delete(self) -> None:
         """Give the staging memory back, as soon as nobody maps it any more."""
         self.path.unlink(missing_ok=True)
+
+
+def is_behind(staging: Path) -> bool:
+    """Whether a living server process asks to be sent nothing new: the writers of its plugin have fallen behind."""
+    return any(Path(f"/proc/{mark.name.removeprefix(BUSY)}").exists() for mark in staging.glob(f"{BUSY}*"))
 
 
 def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:

@@ -25,13 +25,10 @@ class ServerFacts:
     chunked_prefill_size: int
 
 
+# Of requests. What would make the states themselves wrong, the plugin refuses when the server starts.
 REFUSED = {
     "disable_radix_cache": (True, "states of a cached prefix are not computed: start it with --disable-radix-cache"),
-    "speculative_algorithm": (None, "speculative decoding changes which states are captured: start it without"),
-    "pp_size": (1, "with pipeline parallelism no process sees all layers: use tensor parallelism"),
-    "enable_two_batch_overlap": (False, "two-batch overlap skips the capture of layers: start it without"),
     "allow_auto_truncate": (False, "prompts would be cut silently: start it without --allow-auto-truncate"),
-    "prefill graph": ("disabled", "a CUDA graph overwrites captured states: start it with --disable-cuda-graph"),
 }
 # Server settings beyond dtype that change the values of the states, with their defaults.
 NUMERICS = {"quantization": None, "kv_cache_dtype": "auto", "json_model_override_args": "{}"}
@@ -67,13 +64,13 @@ def check_server(server: Server, config: ExtractConfig, model: Model, layers: li
     plugin missing or set up otherwise, another model or dtype, a prompt limit that is too low.
     """
     info = server_info(server.url)
-    info["prefill graph"] = info.get("cuda_graph_config", {}).get("prefill", {}).get("backend")
     for setting, (wanted, why) in REFUSED.items():
         if info.get(setting, "unknown") != wanted:
             raise ServerError(
                 f"The server at {server.url} cannot be used: {setting} is {info.get(setting, 'unknown')!r}; {why}."
             )
-    ready = _read_ready(server.staging)
+    # Data-parallel attention counted as dp_size until SGLang 0.5.21, then as a size of its own.
+    ready = _read_ready(server.staging, int(info["dp_size"]) * int(info.get("attn_dp_size") or 1))
     asked = {
         "layers": layers,
         "final_norm": config.capture.final_norm,
@@ -97,14 +94,22 @@ def check_server(server: Server, config: ExtractConfig, model: Model, layers: li
     return ServerFacts(info["version"], ready["plugin"], limit, int(info["chunked_prefill_size"]))
 
 
-def _read_ready(staging: Path) -> dict[str, Any]:
-    """The newest READY file whose process lives: a restarted server leaves the old one behind."""
-    files = sorted(staging.glob("ready.*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files:
-        ready = json.loads(file.read_bytes())
-        if Path(f"/proc/{ready['pid']}").exists():
-            return ready
-    raise ServerError(
-        f"The server has no capture plugin at work: no READY file of a living process in {staging}. Is it the "
-        "directory in the server's DRILLCORE_CAPTURE, and has its log 'Executed general plugin: drillcore_capture'?"
-    )
+def _read_ready(staging: Path, replicas: int) -> dict[str, Any]:
+    """What the plugin says, the same in each data-parallel replica: one process of each writes.
+
+    A server that was restarted leaves its old READY files behind; they are those of dead processes.
+    """
+    found = [json.loads(file.read_bytes()) for file in staging.glob("ready.*.json")]
+    alive = [ready for ready in found if Path(f"/proc/{ready.pop('pid')}").exists()]
+    if not alive:
+        raise ServerError(
+            f"The server has no capture plugin at work: no READY file of a living process in {staging}. Is it the "
+            "directory in the server's DRILLCORE_CAPTURE, and has its log 'Executed general plugin: drillcore_capture'?"
+        )
+    if len(alive) != replicas or any(ready != alive[0] for ready in alive):
+        raise ServerError(
+            f"{len(alive)} processes write into {staging}, the server has {replicas} data-parallel replicas, and one "
+            f"process of each must write, with the same settings: {alive}. Give each server a staging directory of its "
+            "own."
+        )
+    return alive[0]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+from packaging.version import Version
 
 from tasks.config import ExtractConfig
 from tasks.errors import ServerError, SetupError
@@ -31,6 +32,10 @@ CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 CPU_ARGUMENTS = ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+PREFILL_GRAPH_OFF = ["--disable-piecewise-cuda-graph"]  # later versions mean both graphs by --disable-cuda-graph
+# An all-reduce that is fused into the next layer's norm comes after the capture, or never (SGLang up to 0.5.20). It is
+# for passes of at most 2,048 tokens, so it is nothing to an extraction.
+REDUCE_BEFORE_CAPTURE = ["--enforce-disable-flashinfer-allreduce-fusion"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ def launch_command(config: ExtractConfig, installation: Installation, port: int)
         # A prefix found in the cache is not computed, so its states would be missing; a CUDA graph's outputs are
         # buffers that the next pass overwrites; token ids are all that this server sees.
         *("--disable-radix-cache", "--disable-cuda-graph", "--skip-tokenizer-init", "--skip-server-warmup"),
+        *(PREFILL_GRAPH_OFF if Version(installation.sglang) < Version("0.5.14") else []),
+        *(REDUCE_BEFORE_CAPTURE if server.tensor_parallel > 1 else []),
         *(CPU_ARGUMENTS if server.device == "cpu" else []),
         *server.arguments,
     ]
@@ -58,7 +65,7 @@ def launch_environment(config: ExtractConfig, staging: Path, layers: list[int]) 
         paths.append(inherited)
     return {
         "PYTHONPATH": os.pathsep.join(paths),
-        "DRILLCORE_CAPTURE": json.dumps(capture_settings(staging, layers, config.capture.final_norm)),
+        "DRILLCORE_CAPTURE": json.dumps(capture_settings(config, staging, layers)),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         **(CPU_ENVIRONMENT if config.server.device == "cpu" else {}),

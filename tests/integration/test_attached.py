@@ -110,7 +110,7 @@ def test_the_printed_command_starts_this_server(
     config = running.preflight.config
     assert main(["server-command", str(write_config(config, tmp_path))]) == 0
     printed = capsys.readouterr().out
-    settings = json.dumps(capture_settings(config.staging.path, [1, 14, 26], "post"))
+    settings = json.dumps(capture_settings(config, config.staging.path, [1, 14, 26]))
     assert f"DRILLCORE_CAPTURE='{settings}'" in printed
     command = psutil.Process(running.server.process.pid).children()[0].cmdline()
     arguments = command[command.index("-m") :]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from tasks.config import DatasetConfig
 from tasks.dataset.plan import NO_BATCH, Plan, save_plan
@@ -186,8 +187,9 @@ class Request:
         if edit:
             edit(metadata, tensors)
         path = self.staging / f"{self.rid}.safetensors"
-        PLUGIN.write_dump(path, metadata, tensors)
-        return path
+        unfinished = path.with_suffix(".part")
+        save_file(tensors, unfinished, {"drillcore": json.dumps(metadata)})
+        return unfinished.rename(path)
 
 
 Answer = Callable[[Request], tuple[int, Any] | None]

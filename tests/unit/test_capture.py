@@ -1,18 +1,22 @@
 """The capture plugin's own logic, on the CPU and without SGLang: which forward passes become which dumps."""
 
+import errno
 import json
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tasks.server.dumps import open_dump
-from tests.unit.helpers import CAPTURED, HIDDEN, PLUGIN, random_states, rms_of, wait_for
+from tests.unit.helpers import CAPTURED, HIDDEN, PLUGIN, random_states, rms_of
 
 
 @dataclass
@@ -31,12 +35,20 @@ def prompt(row: int, tokens: int, rid: str | None = None, seed: int | None = Non
     return Prompt(rid or f"drillcore-abc123-{row}-0-{tokens}", ids, aux, last)
 
 
+PENDING = 1 << 20  # bytes that may wait for the writers
+PAGE = 4096
+
+
+def new_capture(staging: Path, final_norm: str = "post", threads: int = 1) -> Any:
+    capture = PLUGIN.Capture({"staging": staging, "layers": CAPTURED.layers, "final_norm": final_norm})
+    capture.longest_prompt = 1000
+    capture.writers = PLUGIN.Writers(capture.staging, PENDING, threads=threads)
+    return capture
+
+
 @pytest.fixture
 def capture(tmp_path: Path) -> Any:
-    capture = PLUGIN.Capture({"staging": tmp_path / "staging", "layers": CAPTURED.layers, "final_norm": "post"})
-    capture.longest_prompt = 1000
-    capture.writer = PLUGIN.Writer(capture.staging)
-    return capture
+    return new_capture(tmp_path / "staging")
 
 
 def batch_of(*chunks: tuple[Prompt, int, int], extend: bool = True) -> Any:
@@ -66,13 +78,24 @@ def forward_pass(
     capture.take(ids, last.to(torch.bfloat16), batch_of(*chunks, extend=extend), given)
 
 
+def settle(capture: Any) -> None:
+    """Wait until the writers have done all that they were given."""
+    for number, work in enumerate(capture.writers.queues):
+        done = threading.Event()
+        work.put((done.set,))
+        assert done.wait(5), f"writer {number} is stuck"
+
+
 def written(capture: Any) -> list[str]:
-    """Names of all files in staging, once the writer has done all that it was given."""
-    end = capture.staging / "end.error.json"
-    capture.writer.put_error("end", CAPTURED)
-    wait_for(end.exists)
-    end.unlink()
-    return sorted(path.name for path in capture.staging.iterdir())
+    """Names of all finished files in staging, once the writers have done all that they were given."""
+    settle(capture)
+    return sorted(path.name for path in capture.staging.iterdir() if path.suffix != ".part")
+
+
+def half_way(capture: Any) -> list[str]:
+    """Names of the unfinished files in staging, once the writers have done all that they were given."""
+    settle(capture)
+    return sorted(path.name for path in capture.staging.glob("*.part"))
 
 
 def dump_name(one: Prompt) -> str:
@@ -113,7 +136,7 @@ def test_chunks_over_several_passes_are_joined_in_order(capture: Any, packed: bo
     assert written(capture) == sorted([dump_name(one), dump_name(other)])
     assert_dump(capture, one)
     assert_dump(capture, other)
-    assert capture.assemblies == {}
+    assert capture.dumps == {}
 
 
 def test_requests_of_others_are_left_alone_but_their_rows_are_counted(capture: Any) -> None:
@@ -126,7 +149,7 @@ def test_requests_of_others_are_left_alone_but_their_rows_are_counted(capture: A
 def test_a_decode_pass_writes_nothing(capture: Any) -> None:
     forward_pass(capture, (prompt(0, 1), 0, 1), extend=False)
     assert written(capture) == []
-    assert capture.assemblies == {}
+    assert capture.dumps == {}
 
 
 def test_padding_rows_at_the_end_belong_to_nobody(capture: Any) -> None:
@@ -150,7 +173,7 @@ def test_a_gap_between_two_chunks_is_an_error(capture: Any) -> None:
     forward_pass(capture, (one, 0, 3))
     forward_pass(capture, (one, 5, 8))
     assert "starts at token 5, but 3 tokens are here" in error_of(capture, one)
-    assert capture.assemblies == {}
+    assert capture.dumps == {}
 
 
 def test_more_tokens_than_the_id_names_is_an_error(capture: Any) -> None:
@@ -170,7 +193,7 @@ def test_a_token_count_that_the_server_cannot_take_is_an_error_and_takes_no_memo
     one = prompt(0, 2, rid=f"drillcore-abc123-0-0-{tokens}")
     forward_pass(capture, (one, 0, 2))
     assert f"names {tokens} tokens; this server takes 1 to 1000" in error_of(capture, one)
-    assert capture.assemblies == {}
+    assert capture.dumps == {}
 
 
 def test_a_request_that_starts_anew_forgets_its_first_chunks(capture: Any) -> None:
@@ -264,7 +287,8 @@ def test_fewer_states_than_the_batch_has_tokens_is_an_error(capture: Any) -> Non
     one = prompt(0, 4)
     batch = batch_of((one, 0, 4))
     capture.take(one.ids, one.last[:3], batch, one.aux)
-    assert "the batch has 3 rows, the request ends at 4" in error_of(capture, one)
+    assert "a pass over 4 rows and 2 layers gave" in error_of(capture, one)
+    assert "final torch.bfloat16 (3, 4)" in error_of(capture, one)
 
 
 def test_a_chunk_of_another_dtype_than_the_first_is_an_error(capture: Any) -> None:
@@ -290,13 +314,17 @@ def test_a_wrapper_that_embeds_the_ids_itself_gets_them_from_the_batch(capture: 
     assert_dump(capture, one)
 
 
-def test_a_request_that_never_ends_is_forgotten(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_does_not_go_on_is_forgotten_with_its_file(capture: Any) -> None:
     abandoned = prompt(0, 6)
     forward_pass(capture, (abandoned, 0, 3))
-    assert list(capture.assemblies) == [abandoned.rid]
-    monkeypatch.setattr(PLUGIN, "ABANDONED_AFTER", -1.0)
-    forward_pass(capture, (prompt(1, 2), 0, 2))
-    assert capture.assemblies == {}
+    for row in range(1, PLUGIN.PASSES_APART + 1):
+        forward_pass(capture, (prompt(row, 2), 0, 2))
+    assert list(capture.dumps) == [abandoned.rid]
+    assert len(half_way(capture)) == 1
+    forward_pass(capture, (prompt(99, 2), 0, 2))
+    assert capture.dumps == {}
+    assert half_way(capture) == []
+    assert [name for name in written(capture) if name.startswith(abandoned.rid)] == []
 
 
 def test_a_failing_capture_never_stops_the_logits_processor(capture: Any) -> None:
@@ -324,12 +352,15 @@ class LlamaForCausalLM(SimpleNamespace):
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model runner of SGLang, as far as the plugin looks into it."""
-    monkeypatch.setattr(PLUGIN, "_writes_here", lambda: True)
+    monkeypatch.setattr(PLUGIN, "attention_tp_rank", lambda: 0)
+    monkeypatch.setattr(PLUGIN, "check_server", lambda arguments, model: {})
     monkeypatch.setattr(PLUGIN, "version", lambda package: "0.5.23")
-    decoder = SimpleNamespace(layers=[None] * 6, layers_to_capture=[])
+    decoder = SimpleNamespace(layers=[None] * 6, layers_to_capture=[], norm=torch.nn.Identity())
     model = LlamaForCausalLM(model=decoder, capture_aux_hidden_states=False)
     config = SimpleNamespace(context_len=64, hidden_size=HIDDEN, dtype=torch.bfloat16)
-    return SimpleNamespace(model=model, model_config=config, device="cpu", is_draft_worker=False)
+    return SimpleNamespace(
+        model=model, model_config=config, device="cpu", is_draft_worker=False, server_args=SimpleNamespace()
+    )
 
 
 def test_loading_a_model_switches_the_capture_on_and_leaves_a_ready_file(capture: Any, runner: Any) -> None:
@@ -359,7 +390,7 @@ def test_the_language_model_inside_a_wrapper_is_the_one_that_captures(capture: A
 
 
 @pytest.mark.parametrize(
-    "layers", [[1, 5], [-1, 2], [4, 1], [1, 1]], ids=["the last", "negative", "descending", "twice"]
+    "layers", [[1, 5], [-1, 2], [4, 1], [1, 1], []], ids=["the last", "negative", "descending", "twice", "none"]
 )
 def test_layers_that_cannot_be_had_are_refused(capture: Any, runner: Any, layers: list[int]) -> None:
     capture.layers = layers
@@ -387,6 +418,215 @@ def test_a_draft_model_is_left_alone(capture: Any, runner: Any) -> None:
     assert list(capture.staging.iterdir()) == []
 
 
-def test_another_norm_than_post_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PLUGIN.CaptureError, match="'pre' is not supported"):
-        PLUGIN.Capture({"staging": tmp_path, "layers": [1], "final_norm": "pre"})
+def test_another_norm_than_post_and_pre_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PLUGIN.CaptureError, match="'post' or 'pre', not 'before'"):
+        PLUGIN.Capture({"staging": tmp_path, "layers": [1], "final_norm": "before"})
+
+
+def test_the_final_state_before_the_norm_is_what_the_norm_was_given(tmp_path: Path, runner: Any) -> None:
+    class Norm(torch.nn.Module):
+        """As SGLang's RMSNorm: adds the residual, returns the normed sum and the sum."""
+
+        def forward(self, states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            total = states + residual
+            return total * 7, total
+
+    capture = new_capture(tmp_path / "staging", "pre")
+    runner.model.model.norm = Norm()
+    capture.after_load_model(None, runner)
+    one = prompt(0, 3)
+    normed, _ = runner.model.model.norm(one.last - 1, torch.ones_like(one.last))
+    capture.around_logits_processor(lambda *a, **k: None, None, one.ids, normed, None, batch_of((one, 0, 3)), one.aux)
+    (dump,) = written(capture)[:1]
+    last = load_file(capture.staging / dump)["last_hidden_state"]
+    assert torch.equal(last, (one.last - 1) + torch.ones_like(one.last))
+
+
+def test_a_final_state_of_an_earlier_pass_is_never_taken_for_this_ones(tmp_path: Path) -> None:
+    capture = new_capture(tmp_path / "staging", "pre")
+    one, other = prompt(0, 3), prompt(1, 3)
+    capture.keep_before_norm(None, (one.last,), one.last)
+    hook = (lambda *a, **k: None, None)
+    capture.around_logits_processor(*hook, one.ids, one.last, None, batch_of((one, 0, 3)), one.aux)
+    capture.around_logits_processor(*hook, other.ids, other.last, None, batch_of((other, 0, 3)), other.aux)
+    assert "the last norm was not seen" in error_of(capture, other)
+
+
+@pytest.mark.parametrize(
+    ("several", "values"),
+    [
+        (False, {"pp_size": 2}),
+        (False, {"enable_two_batch_overlap": True}),
+        (False, {"speculative_algorithm": "EAGLE3"}),
+        (False, {"enable_layernorm_sp": True}),
+        (True, {"flashinfer_allreduce_fusion_backend": "auto"}),
+        (True, {"enable_flashinfer_allreduce_fusion": True}),
+        (True, {"moe_a2a_backend": "deepep"}),
+        (True, {"enable_dp_attention": True}),
+    ],
+)
+def test_arguments_that_would_spoil_states_are_refused_by_name(several: bool, values: dict[str, Any]) -> None:
+    (name,) = values
+    harmless = {"pp_size": 1, "speculative_algorithm": None, "moe_a2a_backend": "none", "enable_dp_attention": False}
+    PLUGIN.check_arguments(harmless, "LlamaForCausalLM", several)
+    with pytest.raises(PLUGIN.CaptureError, match=f"{name} is "):
+        PLUGIN.check_arguments(harmless | values, "LlamaForCausalLM", several)
+
+
+def test_what_only_several_processes_get_wrong_is_allowed_to_one() -> None:
+    PLUGIN.check_arguments({"enable_flashinfer_allreduce_fusion": True}, "LlamaForCausalLM", False)
+    PLUGIN.check_arguments({"enable_dp_attention": True}, "DeepseekV3ForCausalLM", True)
+
+
+def test_a_server_that_is_refused_is_not_switched_to_capture(
+    capture: Any, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arguments: Any, model: str) -> None:
+        raise PLUGIN.CaptureError("no")
+
+    monkeypatch.setattr(PLUGIN, "check_server", refuse)
+    with pytest.raises(PLUGIN.CaptureError, match="no"):
+        capture.after_load_model(None, runner)
+    assert runner.model.capture_aux_hidden_states is False
+    assert list(capture.staging.iterdir()) == []
+
+
+def test_a_row_that_a_request_decodes_beside_prefills_is_not_its_prompts(capture: Any) -> None:
+    done, other = prompt(0, 4), prompt(1, 3)
+    forward_pass(capture, (done, 0, 4))
+    longer = prompt(0, 5, rid=done.rid)
+    forward_pass(capture, (other, 0, 3), (longer, 4, 5))
+    assert written(capture) == sorted([dump_name(done), dump_name(other)])
+    assert_dump(capture, done)
+    assert_dump(capture, other)
+
+
+def test_a_process_that_shares_its_attention_with_another_writes_nothing(
+    capture: Any, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PLUGIN, "attention_tp_rank", lambda: 1)
+    capture.writers = None
+    capture.after_load_model(None, runner)
+    assert runner.model.model.layers_to_capture == [2, 5]  # its part of each layer is computed in the same way
+    one = prompt(0, 2)
+    capture.around_logits_processor(lambda *a, **k: 1, None, one.ids, one.last, None, batch_of((one, 0, 2)), one.aux)
+    assert list(capture.staging.iterdir()) == []
+
+
+def test_several_writers_write_what_one_would(tmp_path: Path) -> None:
+    capture = new_capture(tmp_path / "staging", threads=3)
+    prompts = [prompt(row, 9) for row in range(8)]
+    for start in range(0, 9, 3):
+        forward_pass(capture, *((one, start, start + 3) for one in prompts))
+    assert written(capture) == sorted(map(dump_name, prompts))
+    for one in prompts:
+        assert_dump(capture, one)
+    assert capture.writers.pending == 0
+
+
+def test_one_request_repeated_while_its_dump_is_written_gives_one_whole_dump(capture: Any) -> None:
+    first, again = prompt(0, 6, seed=1), prompt(0, 6, seed=2)
+    forward_pass(capture, (first, 0, 3))
+    forward_pass(capture, (first, 3, 6))
+    forward_pass(capture, (again, 0, 6))
+    assert_dump(capture, again)
+    assert half_way(capture) == []
+
+
+def test_full_staging_is_an_error_of_that_request_and_the_next_one_works_when_there_is_room(
+    capture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake: the write that fails as on a full file system."""
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one, other = prompt(0, 6), prompt(1, 6)
+    forward_pass(capture, (one, 0, 3))
+    settle(capture)
+    with monkeypatch.context() as patch:
+        patch.setattr(PLUGIN.os, "pwrite", full)
+        forward_pass(capture, (one, 3, 6), (other, 0, 3))
+        settle(capture)
+    forward_pass(capture, (other, 3, 6))
+    assert "No space left on device" in error_of(capture, one)
+    assert "No space left on device" in error_of(capture, other)
+    assert half_way(capture) == []
+    assert capture.writers.pending == 0
+    forward_pass(capture, (again := prompt(0, 6, rid="drillcore-abc123-0-1-6"), 0, 6))
+    assert_dump(capture, again)
+
+
+def test_clients_are_asked_to_wait_while_the_writers_are_behind(capture: Any) -> None:
+    busy = capture.staging / f"busy.{os.getpid()}"
+    go_on = threading.Event()
+    capture.writers.queues[0].put((go_on.wait,))
+    one = prompt(0, 900)  # aux, last, ids and norms, each on pages of their own
+    passes = 0
+    while not busy.exists():
+        forward_pass(capture, (one, 0, 900))
+        passes += 1
+        assert passes < 1000, "the writers are never behind"
+    assert capture.writers.pending > PENDING // 2
+    go_on.set()
+    settle(capture)
+    assert not busy.exists()
+    assert capture.writers.pending == 0
+    assert_dump(capture, one)
+
+
+def test_a_ring_hands_out_segments_that_never_overlap_and_takes_them_back_in_any_order() -> None:
+    ring = PLUGIN.PinnedRing(10 * PAGE, pin_memory=False)
+    assert ring.take(11 * PAGE) is None
+    first, second, third = (ring.take(size * PAGE) for size in (4, 3, 3))
+    assert ring.take(1) is None
+    ring.give_back(second)
+    assert ring.take(PAGE) is None  # the circle goes on where the oldest segment ends
+    ring.give_back(first)
+    fourth = ring.take(5 * PAGE)
+    assert (fourth.start, fourth.end) == (0, 5 * PAGE)
+    assert ring.take(3 * PAGE) is None
+    fifth = ring.take(2 * PAGE)
+    assert (fifth.start, fifth.end) == (5 * PAGE, 7 * PAGE)
+    assert ring.take(1) is None
+    for segment in (fifth, third, fourth):
+        ring.give_back(segment)
+    assert (whole := ring.take(10 * PAGE)).start == 0
+    assert len(whole.memory) == 10 * PAGE
+
+
+def test_random_use_of_a_ring_never_gives_a_byte_twice() -> None:
+    random = np.random.default_rng(3)
+    ring = PLUGIN.PinnedRing(100, pin_memory=False)
+    held: list[Any] = []
+    served = refused = 0
+    for _ in range(5000):
+        if held and random.random() < 0.5:
+            ring.give_back(held.pop(random.integers(len(held))))
+            continue
+        segment = ring.take(int(random.integers(1, 40)))
+        if segment is None:
+            refused += 1
+            assert held, "an empty ring has room"
+            continue
+        served += 1
+        assert 0 <= segment.start < segment.end <= 100
+        assert all(segment.end <= other.start or other.end <= segment.start for other in held)
+        held.append(segment)
+    assert min(served, refused) > 100
+
+
+def test_states_go_through_the_ring_and_beside_it_when_it_is_full(tmp_path: Path) -> None:
+    """A GPU server's way without a GPU: the ring is ordinary memory, and copies are done at once."""
+    capture = new_capture(tmp_path / "staging")
+    capture.writers.ring = ring = PLUGIN.PinnedRing(8 * PAGE, pin_memory=False)
+    go_on = threading.Event()
+    capture.writers.queues[0].put((go_on.wait,))
+    prompts = [prompt(row, 50) for row in range(5)]  # four pages each
+    for one in prompts:
+        forward_pass(capture, (one, 0, 50))
+    assert len(ring.taken) == 2
+    go_on.set()
+    for one in prompts:
+        assert_dump(capture, one)
+    assert len(ring.taken) == 0

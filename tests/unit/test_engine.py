@@ -1,5 +1,7 @@
 """The engine and the batches on it, with every fault of a server: what is retried, what is not, what is left behind."""
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -258,6 +260,22 @@ def test_limits_hold_at_the_server(fake: FakeSGLang) -> None:
             engine.release(future.result(5))
         assert_idle(engine, fake)
     assert most[0] == 4
+
+
+def test_nothing_is_sent_while_the_plugin_asks_to_wait(engine: PrefillEngine, fake: FakeSGLang) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (fake.staging / f"busy.{dead.pid}").touch()  # what a server that was killed left behind asks for nothing
+    engine.release(engine.submit(0, IDS).result(timeout=5))
+    busy = fake.staging / f"busy.{os.getpid()}"
+    busy.touch()
+    outcome = engine.submit(1, IDS)
+    with pytest.raises(TimeoutError):
+        outcome.result(timeout=0.2)
+    assert fake.tries(1) == 0
+    busy.unlink()
+    engine.release(outcome.result(timeout=5))
+    assert fake.tries(1) == 1
 
 
 def test_dumps_that_nobody_released_hold_back_the_next_rows(fake: FakeSGLang) -> None:
