@@ -1,5 +1,6 @@
 # make demo    the main job on this machine's CPU: a real model, a real server, a verified and traced dataset
-# make test    lint, types and all tests
+# make test    lint, types and tests: what CI runs
+# make test-all  the slow tests, too: more versions and ways to serve, a soak
 # make ui      the Prefect and MLflow pages of what ran here
 # make lint    ruff and mypy only
 # make clean   remove the environments and all state
@@ -17,13 +18,16 @@ OLDER_REQUIREMENTS := requirements-sglang-0.5.17.txt
 OLDER_READY := $(OLDER)/.ready
 SITE := -c 'import site; print(*site.getsitepackages())'
 
-.PHONY: demo test lint ui lock clean
+.PHONY: demo test test-all lint ui lock clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/python -m deployments.demo
 
 test: lint $(OLDER_READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint $(OLDER_READY)
 	$(BIN)/python -m pytest
 
 lint: $(READY)

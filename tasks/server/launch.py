@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from tasks.server import guardian
 from tasks.server.ports import check_port, free_port
 
 TAIL_LINES, TAIL_BYTES = 25, 1 << 16  # of the server's log, shown when it dies
+ERROR_LINE = re.compile(r"[\w.]+(Error|Exception): .")  # the end of a traceback
 CONFIRM = 40.0  # seconds in which a server must answer after a failed request; a dying one ends its processes for 16
 OWNER = "owner.json"  # in a staging folder: the process whose it is
 FORGOTTEN = 3600.0  # seconds after which a dump in an attached server's staging is nobody's
@@ -144,14 +146,16 @@ class ManagedServer:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """The last lines of the server's log; before them the first error, which others often follow."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(f"  | {line[:300]}" for line in lines[-TAIL_LINES:])
+        first_error = [line for line in lines[:-TAIL_LINES] if ERROR_LINE.match(line)][:1]
+        shown = [*first_error, *(["..."] if first_error else []), *lines[-TAIL_LINES:]]
+        return "\n".join(f"  | {line[:300]}" for line in shown)
 
     def _answers(self) -> bool:
         try:
