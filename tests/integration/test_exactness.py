@@ -72,9 +72,15 @@ def server(
         yield running
 
 
-@pytest.mark.parametrize("in_flight", [BATCHED, ALONE], ids=["batched", "alone"])
 @pytest.mark.parametrize(
-    "server", [("float32", CHUNKED), ("float32", UNCHUNKED)], indirect=True, ids=["chunked", "unchunked"]
+    ("server", "in_flight"),
+    [
+        pytest.param(("float32", CHUNKED), BATCHED, id="chunked-batched"),
+        pytest.param(("float32", CHUNKED), ALONE, id="chunked-alone", marks=pytest.mark.slow),
+        pytest.param(("float32", UNCHUNKED), BATCHED, id="unchunked-batched", marks=pytest.mark.slow),
+        pytest.param(("float32", UNCHUNKED), ALONE, id="unchunked-alone"),
+    ],
+    indirect=["server"],
 )
 def test_float32_states_equal_transformers(server: Serving, in_flight: int, exact: States, tmp_path: Path) -> None:
     states = extract(server, tmp_path, in_flight, exact)
@@ -85,9 +91,11 @@ def test_float32_states_equal_transformers(server: Serving, in_flight: int, exac
 
 @pytest.mark.parametrize(
     ("server", "in_flight"),
-    [(("bfloat16", CHUNKED), BATCHED), (("bfloat16", UNCHUNKED), ALONE)],
+    [
+        pytest.param(("bfloat16", CHUNKED), BATCHED, id="chunked-batched"),
+        pytest.param(("bfloat16", UNCHUNKED), ALONE, id="unchunked-alone", marks=pytest.mark.slow),
+    ],
     indirect=["server"],
-    ids=["chunked-batched", "unchunked-alone"],
 )
 def test_bfloat16_states_are_as_near_as_bfloat16_allows(
     server: Serving, in_flight: int, exact: States, rounded: States, tmp_path: Path
