@@ -33,11 +33,12 @@ def apply(interpreter: str | None, force: Path | None) -> Lines:
     from tasks.patching.prove import prove  # it takes torch and a second; most calls never come here
 
     site = find_site(interpreter) if interpreter else None
+    was_absent = site is not None and inspect_site(site).state is State.ABSENT
     lines = _install(site) if site else _paths()
     try:
         proof = prove(config, installation, installed=site is not None)
     except BaseException:
-        if site:
+        if site and was_absent:
             remove_plugin(site)
         raise
     return _about(installation, proof) + lines

@@ -33,7 +33,7 @@ def _read_weight(path: Path, *endings: str) -> torch.Tensor:
             names |= dict.fromkeys(weights.keys(), file)
     for ending in endings:
         for name, file in names.items():
-            if name.endswith(ending):
+            if f".{name}".endswith(f".{ending}"):
                 with safe_open(file, framework="pt") as weights:
                     return weights.get_tensor(name)
     raise ModelError(f"{path} has no {' and no '.join(endings)}.")

@@ -100,9 +100,8 @@ def _identity(config: dict[str, Any], files: list[Path]) -> str:
                 raise ModelError(f"{file} is not a safetensors file: its header would be {length} bytes long.")
             digest = hashlib.sha256(stream.read(length))
             size = file.stat().st_size
-            for sample in range(
-                SAMPLES
-            ):  # all of a 1T model would take minutes; another training step changes them all
+            # All of a 1T model would take minutes; another training step changes every sample.
+            for sample in range(SAMPLES):
                 stream.seek(8 + length + (size - 8 - length) * sample // SAMPLES)
                 digest.update(stream.read(SAMPLE_BYTES))
             parts.append([file.name, size, digest.hexdigest()])

@@ -27,6 +27,16 @@ def is_dead(owner: dict[str, Any]) -> bool | None:
         return True
 
 
+def start_of(pid: int) -> str | None:
+    """When a process started, as the capture plugin writes it down: ticks since the kernel's boot. None: it is dead."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = facts.rpartition(")")[2].split()
+    return None if state == "Z" else rest[18]
+
+
 def seconds_since(moment: float) -> float:
     """Seconds since a time.time() that another process wrote down."""
     return time.time() - moment

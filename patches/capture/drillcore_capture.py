@@ -86,8 +86,7 @@ REQUIRED_OF_SEVERAL = {
     "enable_flashinfer_allreduce_fusion": (False, "start it with --enforce-disable-flashinfer-allreduce-fusion"),
     "flashinfer_allreduce_fusion_backend": (None, "start it with --enforce-disable-flashinfer-allreduce-fusion"),
     "enable_aiter_allreduce_fusion": (False, "a fused all-reduce comes after the capture"),
-    "moe_a2a_backend": ("none", "each process would have a share of the rows"),
-    "moe_dense_tp_size": (None, "each process would have a share of the rows"),
+    "moe_a2a_backend": ("none", "each process may have a share of the rows: not tested"),
 }
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class Capture:
         if self.final_norm not in ("post", "pre"):
             raise CaptureError(f"final_norm must be 'post' or 'pre', not {self.final_norm!r}")
         self.pinned_bytes = settings.get("pinned_bytes", PINNED_BYTES)
-        self.staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        open_staging(self.staging)
         self.dumps = {}
         self.passes = 0
         self.longest_prompt = 0
@@ -153,6 +152,7 @@ class Capture:
                 "plugin": PLUGIN_VERSION,
                 "sglang": version("sglang"),
                 "pid": os.getpid(),
+                "started": start_of(os.getpid()),
                 "layers": self.layers,
                 "final_norm": self.final_norm,
                 "model_layers": count,
@@ -170,7 +170,16 @@ class Capture:
         config, rows = runner.model_config, arguments["chunked_prefill_size"]
         rows = rows if rows and rows > 0 else arguments["max_prefill_tokens"]
         row_bytes = (len(self.layers) + 1) * (config.hidden_size * config.dtype.itemsize + 4) + 4
-        pinned_bytes = min(self.pinned_bytes, PASSES_PINNED * (rows * row_bytes + 4 * PAGE))
+        pass_bytes = rows * row_bytes + 4 * PAGE
+        pinned_bytes = 1 << (PASSES_PINNED * pass_bytes - 1).bit_length()  # PyTorch takes powers of two
+        while pinned_bytes > self.pinned_bytes:
+            pinned_bytes //= 2
+        if pinned_bytes < 2 * pass_bytes:
+            logger.warning(
+                "drillcore: %d bytes of pinned memory are less than two passes of %d: prefill will wait for copies",
+                pinned_bytes,
+                pass_bytes,
+            )
         self.writers = Writers(self.staging, pinned_bytes, torch.cuda.Stream(), WRITERS)
 
     def keep_before_norm(self, norm, inputs, output):
@@ -186,8 +195,10 @@ class Capture:
                 last = hidden_states if self.final_norm == "post" else before_norm
                 # A multimodal wrapper embeds the ids itself and passes None on.
                 self.take(batch.input_ids if input_ids is None else input_ids, last, batch, aux)
-            except Exception:
-                logger.exception("drillcore: capture failed for a whole batch")
+            except Exception as error:
+                logger.exception("drillcore: capture failed for a whole pass")
+                for rid in filter(REQUEST_ID.fullmatch, batch.rids):
+                    self.fail(rid, error)
         return original(processor, input_ids, hidden_states, lm_head, batch, *args, **kwargs)
 
     def take(self, input_ids, last, batch, aux):
@@ -286,6 +297,8 @@ def check_arguments(values, model, several):
     for name, (wanted, why) in (REQUIRED | (REQUIRED_OF_SEVERAL if several else {})).items():
         if (value := values.get(name, wanted)) != wanted:
             raise CaptureError(f"{name} is {value!r}: {why}")
+    if several and values.get("moe_dense_tp_size") == 1:
+        raise CaptureError("moe_dense_tp_size is 1: each process would have a share of the rows")
     if values.get("enable_dp_attention") and model in NO_DATA_PARALLEL_ATTENTION:
         raise CaptureError(f"enable_dp_attention is on: SGLang computes {model} wrongly with it")
 
@@ -332,7 +345,10 @@ class Snapshot:
             part[: source.nbytes].view(source.dtype).view(source.shape)
             for source, part in zip(sources, memory.split(sizes))
         ]
+        *parts, self.norms = targets
         try:
+            # In the order of a dump's tensors: bytes [rows, width].
+            self.parts = [memoryview(part.view(len(part), -1).view(torch.uint8).numpy()) for part in parts]
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -340,13 +356,12 @@ class Snapshot:
                     target.copy_(source, non_blocking=stream is not None)
                     if stream is not None:
                         source.record_stream(stream)  # its memory is not given to others before the copy ends
-            self.copied = None if stream is None else stream.record_event()
+            if stream is not None:
+                self.copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+                self.copied.record(stream)
         except BaseException:
             self.release()
             raise
-        *parts, self.norms = targets
-        # In the order of a dump's tensors: bytes [rows, width].
-        self.parts = [memoryview(part.view(len(part), -1).view(torch.uint8).numpy()) for part in parts]
 
     def wait(self):
         """Block until the states have come from the device."""
@@ -453,7 +468,8 @@ class Dump:
             raise CaptureError(f"the dump's header has {len(text)} bytes, {size} were kept for it")
         write_at(self.file, 0, size.to_bytes(8, "little") + text.ljust(size))
         self.close()
-        os.replace(self.temporary, self.path)
+        with contextlib.suppress(FileNotFoundError):  # a client that gave the request up has removed it
+            os.replace(self.temporary, self.path)
 
     def close(self):
         if self.file is not None:
@@ -474,6 +490,7 @@ class Writers:
         # Clients wait from half of the memory on: what they have sent already must still find room.
         self.busy_from = pinned_bytes // 2
         self.busy = staging / f"busy.{os.getpid()}"
+        self.busy.unlink(missing_ok=True)  # of a process that had this number before
         self.pending, self.lock = 0, threading.Lock()
         self.queues = [queue.SimpleQueue() for _ in range(threads)]
         for number, work in enumerate(self.queues):
@@ -505,6 +522,8 @@ class Writers:
         self.queues[dump.number % len(self.queues) if dump else 0].put(work)
 
     def run(self, work):
+        if self.stream is not None:
+            torch.cuda.set_device(self.stream.device)  # a thread's own setting; the default is the first GPU
         while True:
             function, *arguments = work.get()
             try:
@@ -534,7 +553,8 @@ class Writers:
     def write_error(self, rid, dump, message):
         logger.error("drillcore: %s: %s", rid, message)
         if dump is not None:
-            self.remove(dump)
+            with contextlib.suppress(OSError):
+                self.remove(dump)
         replace_file(self.staging / f"{rid}.error.json", json.dumps({"error": message}).encode())
 
     def count(self, change):
@@ -545,7 +565,7 @@ class Writers:
                 return
             try:
                 if self.pending > self.busy_from:
-                    self.busy.touch()
+                    replace_file(self.busy, start_of(os.getpid()).encode())
                 else:
                     self.busy.unlink(missing_ok=True)
             except OSError:
@@ -561,10 +581,32 @@ def write_at(file, offset, data):
 
 def replace_file(path, data):
     """Write under a temporary name and rename: `path` never holds half of it."""
-    temporary = path.with_name(f"{path.name}.part")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        temporary.write_bytes(data)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def open_staging(staging):
+    """Make the staging directory, or take one that is ours alone to write; remove what dead processes left in it."""
+    staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = staging.stat()
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+        raise CaptureError(f"{staging} belongs to another user, or others may write in it")
+    for mark in [*staging.glob("ready.*.json"), *staging.glob("busy.*")]:
+        if start_of(mark.name.split(".")[1]) is None:
+            mark.unlink(missing_ok=True)
+
+
+def start_of(pid):
+    """When a process started, in the kernel's ticks since its boot: with the pid it names one process. None: dead."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = facts.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if state == "Z" else rest[18]

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -27,7 +28,7 @@ DUMP_DEADLINE = 60.0  # seconds from the server's answer to the dump; seen: at m
 SLOWEST_STAGING = 50e6  # bytes a second: dumps of everything in flight may be written before this one
 BASE_TIMEOUT = 120.0  # seconds, for the shortest row
 LATE = 60.0  # seconds after which the dump of a prefill that was given up is looked for once more
-BEHIND = 0.02  # seconds between looks whether the plugin's writers have caught up
+BEHIND, MOST_BEHIND = 0.02, 600.0  # seconds between looks whether the plugin's writers have caught up; in all
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between the tries of a prefill
 # Rows that fail one after the other, none succeeding in between, until the run is stopped: it is not the rows then.
 MOST_FAILURES_IN_A_ROW = 50
@@ -56,6 +57,7 @@ class PrefillEngine:
         self.run = secrets.token_hex(4)  # dumps of an earlier run in the same staging directory are not ours
         self._numbers = itertools.count()
         self._failures_in_a_row = 0
+        self._looked, self._behind = -math.inf, False  # when the plugin's mark was looked for last; was it there
         self._closed: Exception | None = None
         self._tasks: dict[Future[Dump], asyncio.Task[Dump]] = {}
         self._lock = threading.Lock()
@@ -197,8 +199,7 @@ class PrefillEngine:
         path = self.server.staging / f"{request}.safetensors"
         error_path = self.server.staging / f"{request}.error.json"
         try:
-            while is_behind(self.server.staging):
-                await asyncio.sleep(BEHIND)
+            await self._wait_for_writers()
             await self._post(request, ids, {})
             deadline = time.monotonic() + DUMP_DEADLINE + self._admission.used.bytes / SLOWEST_STAGING
             pause = 0.001
@@ -212,10 +213,23 @@ class PrefillEngine:
             return await asyncio.to_thread(open_dump, path, ids, self.captured)
         except BaseException:
             path.unlink(missing_ok=True)
-            self._loop.call_later(LATE, functools.partial(path.unlink, missing_ok=True))
+            for late in (path, error_path):
+                self._loop.call_later(LATE, functools.partial(late.unlink, missing_ok=True))
             raise
         finally:
             error_path.unlink(missing_ok=True)
+
+    async def _wait_for_writers(self) -> None:
+        """Wait while the plugin asks for it. One look serves all rows that wait."""
+        deadline = time.monotonic() + MOST_BEHIND
+        while True:
+            if (now := time.monotonic()) > self._looked + BEHIND:
+                self._looked, self._behind = now, is_behind(self.server.staging)
+            if not self._behind:
+                return
+            if now > deadline:
+                raise TransientPrefillError(f"the plugin's writers have been behind for {MOST_BEHIND:.0f} s")
+            await asyncio.sleep(BEHIND)
 
     async def _post(self, request: str, ids: np.ndarray, extra: dict[str, Any]) -> httpx.Response:
         body = {

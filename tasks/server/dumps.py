@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tasks.errors import TransientPrefillError
+from tasks.processes import start_of
 
-BUSY = "busy."  # and the process id: the plugin's mark
+BUSY = "busy."  # and the process id: the plugin's mark, which holds when that process started
 METADATA = ("rms", "zero_rows", "nonfinite_rows", "chunks", "layers", "final_norm")
 
 
@@ -53,7 +54,13 @@ class Dump:
 
 def is_behind(staging: Path) -> bool:
     """Whether a living server process asks to be sent nothing new: the writers of its plugin have fallen behind."""
-    return any(Path(f"/proc/{mark.name.removeprefix(BUSY)}").exists() for mark in staging.glob(f"{BUSY}*"))
+    for mark in staging.glob(f"{BUSY}*[0-9]"):
+        try:
+            if mark.read_text() == start_of(int(mark.name.removeprefix(BUSY))):
+                return True
+        except FileNotFoundError:  # at this moment
+            continue
+    return False
 
 
 def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:

@@ -11,6 +11,7 @@ import httpx
 from tasks.config import ExtractConfig
 from tasks.errors import ServerError
 from tasks.model import Model
+from tasks.processes import start_of
 from tasks.server.launch import Server
 
 
@@ -100,7 +101,7 @@ def _read_ready(staging: Path, replicas: int) -> dict[str, Any]:
     A server that was restarted leaves its old READY files behind; they are those of dead processes.
     """
     found = [json.loads(file.read_bytes()) for file in staging.glob("ready.*.json")]
-    alive = [ready for ready in found if Path(f"/proc/{ready.pop('pid')}").exists()]
+    alive = [ready for ready in found if ready.pop("started") == start_of(ready.pop("pid"))]
     if not alive:
         raise ServerError(
             f"The server has no capture plugin at work: no READY file of a living process in {staging}. Is it the "

@@ -103,16 +103,16 @@ def assert_exact(running: Serving, one: Family, numbers: list[int] | None = None
     """Prefill the family's prompts, 64 at once, and compare every token's every state."""
     numbers = list(range(len(one.prompts))) if numbers is None else numbers
     final_norm = running.preflight.captured.final_norm
-    chunks, worst = 0, 0.0
+    chunks, errors = 0, []
     with running.engine(requests_in_flight=64, attempts=1) as engine:
         futures = [engine.submit(number, np.array(one.prompts[number], dtype=np.int32)) for number in numbers]
         for number, future in zip(numbers, futures, strict=True):
             dump = future.result()
             chunks = max(chunks, dump.chunks)
-            worst = max(worst, largest_error(states_of(dump.aux, dump.last), one.expected(number, final_norm)))
+            errors.append(largest_error(states_of(dump.aux, dump.last), one.expected(number, final_norm)))
             engine.release(dump)
-    print(f"\nlargest relative error of a token's state: {worst:.2g}, at most {chunks} passes a prompt")
-    assert worst < TOLERANCE
+    print(f"\nlargest relative error of a token's state: {max(errors):.2g}, at most {chunks} passes a prompt")
+    assert all(error < TOLERANCE for error in errors)  # not so for what is no number
     assert chunks > 2
 
 
@@ -318,11 +318,12 @@ def test_an_id_that_is_not_ours_creates_no_file(busy_server: Serving, rid: str) 
 
     async def send() -> None:
         async with client_of(busy_server) as client:
-            await client.post("/generate", json=body_of(rid, [1, 2, 3]))
+            (await client.post("/generate", json=body_of(rid, [1, 2, 3]))).raise_for_status()
             await settle(client, staging)
 
     asyncio.run(send())
     assert sorted(path for path in staging.parent.rglob("*")) == before
+    assert list(Path("/tmp").glob("drillcore-x-*")) == []
     assert staging.stat().st_mode & 0o777 == 0o700
 
 

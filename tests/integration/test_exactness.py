@@ -84,9 +84,9 @@ def server(
 )
 def test_float32_states_equal_transformers(server: Serving, in_flight: int, exact: States, tmp_path: Path) -> None:
     states = extract(server, tmp_path, in_flight, exact)
-    worst = max(float(token_errors(states[row], exact[row]).max()) for row in exact)
-    print(f"\nlargest relative error of a token's state: {worst:.2g}")
-    assert worst < 1e-4
+    errors = torch.cat([token_errors(states[row], exact[row]).flatten() for row in exact])
+    print(f"\nlargest relative error of a token's state: {errors.max():.2g}")
+    assert (errors < 1e-4).all()  # not so for what is no number
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_bfloat16_states_are_as_near_as_bfloat16_allows(
     states = extract(server, tmp_path, in_flight, exact)
     ours = torch.cat([cosines(states[row], exact[row]) for row in exact], dim=1)
     theirs = torch.cat([cosines(rounded[row], exact[row]) for row in exact], dim=1)
+    assert ours.isfinite().all()
     below = [(cosine < 0.999).sum(1).tolist() for cosine in (ours, theirs)]
     print(
         f"\nbelow 0.999 by state, of {ours.shape[1]} tokens: ours {below[0]}, Transformers {below[1]}; lowest: ours "

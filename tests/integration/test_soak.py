@@ -60,7 +60,6 @@ def test_a_soak_loses_nothing_and_leaves_nothing(running: Serving, prompts: list
     print(f"\n{outcome}")
     assert outcome["exact"] + outcome["aborted without a dump"] == REQUESTS
     assert outcome["aborted without a dump"] > 20  # they were aborted in time, many half-way
-    assert outcome["largest error"] < 1e-4
     assert outcome["left"] == []
     assert outcome["memory growth"] < GROWTH
     assert outcome["most bytes in staging"] <= outcome["most bytes in flight"]
@@ -79,8 +78,11 @@ async def soak(running: Serving, prompts: list[list[int]], expected: list[torch.
     def check(path: Path, number: int) -> None:
         dump = open_dump(path, np.array(prompts[number], np.int32), captured)
         error = (states_of(dump.aux, dump.last) - expected[number]).norm(dim=-1) / expected[number].norm(dim=-1)
+        assert error.max() < 1e-4  # not so for what is no number
         seen["largest error"] = max(seen["largest error"], float(error.max()))
         seen["exact"] += 1
+        if seen["exact"] == WARM:
+            memory.append(scheduler.memory_info().rss)
         dump.delete()
 
     async def one(client: httpx.AsyncClient, request: int) -> tuple[Path, int] | None:
@@ -107,8 +109,6 @@ async def soak(running: Serving, prompts: list[list[int]], expected: list[torch.
                 seen["most bytes in staging"], sum(file.stat().st_size for file in staging.glob("drillcore-*"))
             )
             check(path, number)
-            if request == WARM:
-                memory.append(scheduler.memory_info().rss)
             return None
 
     async with httpx.AsyncClient(base_url=running.server.url, timeout=600, trust_env=False) as client:
@@ -128,6 +128,6 @@ async def soak(running: Serving, prompts: list[list[int]], expected: list[torch.
             seen["aborted without a dump"] += 1
     return seen | {
         "left": [file.name for file in staging.glob("drillcore-*")],
-        "memory growth": memory[-1] - memory[0],
+        "memory growth": memory[1] - memory[0],
         "most bytes in flight": IN_FLIGHT * (max(map(len, prompts)) * token_bytes + 8192),
     }

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -630,3 +631,109 @@ def test_states_go_through_the_ring_and_beside_it_when_it_is_full(tmp_path: Path
     for one in prompts:
         assert_dump(capture, one)
     assert len(ring.taken) == 0
+
+
+def test_a_mark_of_an_earlier_process_of_this_number_is_taken_away(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir(mode=0o700)
+    (staging / f"busy.{os.getpid()}").write_text("1")
+    new_capture(staging)
+    assert list(staging.iterdir()) == []
+
+
+def test_what_dead_processes_left_is_removed_and_what_living_ones_say_is_kept(tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir(mode=0o700)
+    for name in ("ready.999999999.json", "busy.999999999", f"ready.{os.getppid()}.json"):
+        (staging / name).write_text("{}")
+    new_capture(staging)
+    assert [file.name for file in staging.iterdir()] == [f"ready.{os.getppid()}.json"]
+
+
+def test_a_staging_directory_that_others_may_write_in_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging").chmod(0o777)
+    with pytest.raises(PLUGIN.CaptureError, match="others may write in it"):
+        new_capture(tmp_path / "staging")
+
+
+def test_a_link_that_lies_in_the_way_of_a_file_is_replaced_and_not_followed(capture: Any, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    one = prompt(0, 2)
+    (capture.staging / dump_name(one)).symlink_to(target)
+    forward_pass(capture, (one, 0, 2))
+    assert_dump(capture, one)
+    assert target.read_text() == "mine"
+
+
+def test_a_pass_that_cannot_be_read_at_all_is_an_error_of_each_of_our_requests(capture: Any) -> None:
+    one = prompt(0, 2)
+    batch = batch_of((one, 0, 2))
+    batch.extend_seq_lens_cpu = None
+    capture.around_logits_processor(lambda *a, **k: None, None, one.ids, one.last, None, batch, one.aux)
+    assert "TypeError" in error_of(capture, one)
+
+
+def test_a_dump_whose_client_has_gone_is_no_error(capture: Any) -> None:
+    one = prompt(0, 4)
+    forward_pass(capture, (one, 0, 2))
+    (name,) = half_way(capture)
+    (capture.staging / name).unlink()
+    forward_pass(capture, (one, 2, 4))
+    assert written(capture) == []
+
+
+def stub_sglang(monkeypatch: pytest.MonkeyPatch, *, wrapped: bool, ranks: int, context_ranks: int, graph: str) -> None:
+    """The modules of SGLang that the plugin asks, with these answers."""
+
+    def forward() -> None:
+        pass
+
+    if wrapped:
+        forward.__wrapped__ = forward  # type: ignore[attr-defined]
+    state = SimpleNamespace(
+        get_tensor_model_parallel_world_size=lambda: ranks,
+        get_attn_context_model_parallel_world_size=lambda: context_ranks,
+    )
+    graphs = SimpleNamespace(check_cuda_graph_backend=lambda phase, backend: (phase, backend) == ("prefill", graph))
+    stubs = {
+        "sglang.srt.distributed": SimpleNamespace(parallel_state=state),
+        "sglang.srt.layers.logits_processor": SimpleNamespace(LogitsProcessor=SimpleNamespace(forward=forward)),
+        "sglang.srt.model_executor.cuda_graph_config": graphs,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, name, stub)
+    for name in ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.model_executor"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+
+
+GOOD_SERVER: dict[str, Any] = {"wrapped": True, "ranks": 1, "context_ranks": 1, "graph": "disabled"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "values", "reason"),
+    [
+        ({"wrapped": False}, {}, "the hook around .*LogitsProcessor.forward was not applied"),
+        ({"context_ranks": 2}, {}, "the attention is context parallel"),
+        ({"graph": "breakable"}, {}, "prefill runs as a CUDA graph"),
+        ({}, {"pp_size": 2}, "pp_size is 2"),
+        ({"ranks": 2}, {"moe_dense_tp_size": 1}, "moe_dense_tp_size is 1"),
+    ],
+)
+def test_a_server_that_would_give_other_states_is_refused(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], values: dict[str, Any], reason: str
+) -> None:
+    good = {"pp_size": 1, "moe_dense_tp_size": None}
+    stub_sglang(monkeypatch, **GOOD_SERVER)
+    assert PLUGIN.check_server(SimpleNamespace(**good), "LlamaForCausalLM") == good
+    stub_sglang(monkeypatch, **GOOD_SERVER | answers)
+    with pytest.raises(PLUGIN.CaptureError, match=reason):
+        PLUGIN.check_server(SimpleNamespace(**good | values), "LlamaForCausalLM")
+
+
+def test_where_asked_for_and_resolved_arguments_differ_the_resolved_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_sglang(monkeypatch, **GOOD_SERVER)
+    arguments = SimpleNamespace(pp_size=1, resolved_dict=lambda: {"pp_size": 2})
+    with pytest.raises(PLUGIN.CaptureError, match="pp_size is 2"):
+        PLUGIN.check_server(arguments, "LlamaForCausalLM")

@@ -20,6 +20,7 @@ from tasks.extraction import engine as engine_module
 from tasks.extraction.admission import Load
 from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
+from tasks.processes import start_of
 from tasks.server.dumps import Dump
 from tasks.server.launch import AttachedServer
 from tasks.store.layout import Store
@@ -265,10 +266,13 @@ def test_limits_hold_at_the_server(fake: FakeSGLang) -> None:
 def test_nothing_is_sent_while_the_plugin_asks_to_wait(engine: PrefillEngine, fake: FakeSGLang) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    (fake.staging / f"busy.{dead.pid}").touch()  # what a server that was killed left behind asks for nothing
+    # What servers left behind that were killed asks for nothing, though its number be another process's now.
+    (fake.staging / f"busy.{dead.pid}").write_text("1")
+    (fake.staging / f"busy.{os.getppid()}").write_text("1")
     engine.release(engine.submit(0, IDS).result(timeout=5))
     busy = fake.staging / f"busy.{os.getpid()}"
-    busy.touch()
+    busy.write_text(str(start_of(os.getpid())))
+    time.sleep(2 * engine_module.BEHIND)
     outcome = engine.submit(1, IDS)
     with pytest.raises(TimeoutError):
         outcome.result(timeout=0.2)

@@ -573,6 +573,16 @@ def test_a_failed_probe_takes_the_install_back(
     assert run("verify", "--interpreter", unlisted.python) == 2
 
 
+def test_a_failed_probe_leaves_an_install_that_was_there_before(
+    unlisted: Environment, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(unlisted.site)
+    before = listing(unlisted.folder)
+    probing(monkeypatch, ProbeError("the port is in use"))
+    assert run("apply", "--interpreter", unlisted.python, "--force", str(config)) == 1
+    assert listing(unlisted.folder) == before
+
+
 def test_without_an_interpreter_the_configs_is_proved_and_nothing_installed(
     unlisted: Environment, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
