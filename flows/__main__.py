@@ -48,18 +48,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_extract(options: argparse.Namespace) -> int:
+    return _extract(options, deep=options.deep)
+
+
+def run_retry_failed(options: argparse.Namespace) -> int:
+    return _extract(options, only_failed=True)
+
+
+def _extract(options: argparse.Namespace, only_failed: bool = False, deep: bool = False) -> int:
     config = load_config(options.config, options.set)
     # The page gets every line; the terminal gets the steps, the bar and the summary, unless more is asked for.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO" if options.verbose else "CRITICAL")
     from flows.extract import extract
     from flows.run import run_with_prefect
 
-    summary = run_with_prefect(extract, config, options.prefect_port)
+    summary = run_with_prefect(extract, config, options.prefect_port, only_failed=only_failed, deep=deep)
     pages = f"{os.path.relpath(sys.executable)} -m flows ui"
     urls = (
         f"Prefect http://{services.HOST}:{services.PREFECT_PORT}, MLflow http://{services.HOST}:{services.MLFLOW_PORT}"
     )
-    print(f"\n{summary.text()}\n{as_lines([('pages', pages), ('', urls)])}")
+    print(f"\n{summary.text(options.config)}\n{as_lines([('pages', pages), ('', urls)])}")
     return 0
 
 
@@ -162,9 +170,24 @@ def _parser() -> argparse.ArgumentParser:
             )
         return child
 
-    child = command("extract", run_extract, "Extract, verify and record; resume what was begun.", config=True)
-    child.add_argument("--verbose", action="store_true", help="show every log line, not only the steps")
-    child.add_argument("--prefect-port", type=int, help="port of the Prefect server, if one is started (default 4200)")
+    extract = command("extract", run_extract, "Extract, verify and record; resume what was begun.", config=True)
+    extract.add_argument(
+        "--deep",
+        action="store_true",
+        help="before resuming, read every shard that is there and compare its checksum, not only its size; the rows of "
+        "damaged ones are extracted again",
+    )
+    retry = command(
+        "retry-failed",
+        run_retry_failed,
+        "Try the rows that failed once more, also those that would fail again by themselves; leave those never tried.",
+        config=True,
+    )
+    for child in (extract, retry):
+        child.add_argument("--verbose", action="store_true", help="show every log line, not only the steps")
+        child.add_argument(
+            "--prefect-port", type=int, help="port of the Prefect server, if one is started (default 4200)"
+        )
     child = command("plan", run_plan, "Check everything that needs no server and print the plan.", config=True)
     child.add_argument("--rate", type=float, metavar="TOKENS_PER_SECOND", help="print how long it takes at this rate")
     child = command("verify", run_verify, "Check a finished or unfinished output against its books and its dataset.")

@@ -46,9 +46,12 @@ def _run_name() -> str:
     task_runner=TASK_RUNNER,
     persist_result=False,
 )
-def extract(config: ExtractConfig) -> Summary:
-    """Extract the hidden states of a dataset, verify them, record where they came from."""
-    with preflight_step(config) as session:
+def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False) -> Summary:
+    """Extract the hidden states of a dataset, verify them, record where they came from.
+
+    only_failed: extract the rows that failed, and no others. deep: compare the checksums of what is stored first.
+    """
+    with preflight_step(config, only_failed, deep) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0}
         if session.needs_server():
             patch_step(session)
@@ -56,7 +59,7 @@ def extract(config: ExtractConfig) -> Summary:
             probe_step(session)
             run = _extract_batches(session)
         else:
-            get_run_logger().info("every row is extracted already: no server is needed")
+            get_run_logger().info("nothing is left to extract: no server is needed")
         verified = verify_step(session)
         run_id = record_step(session, mlflow_uri(), mlflow_artifacts())
     return Summary(

@@ -73,5 +73,5 @@ class ProgressReport:
         return (
             f"{done.rows:,} of {self.rows:,} rows, {done.tokens:,} of {self.tokens:,} tokens, "
             f"{human_bytes(done.bytes)}, {rate:,.0f} tokens/s, {left}, "
-            f"{done.in_flight} in flight, {done.retries} retries, {done.failed} failed"
+            f"{done.in_flight} in flight, {done.retries} retries, {done.restarts} restarts, {done.failed} failed"
         )

@@ -48,8 +48,11 @@ class StepLines(logging.Handler):
         print(text, file=sys.stderr, flush=True)
 
 
-def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None) -> Any:
-    """Run `flow(config)`; returns its result or raises what it raised, once the API knows of every task run."""
+def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None, **parameters: Any) -> Any:
+    """Run a flow; returns its result or raises what it raised, once the API knows of every task run.
+
+    port: of the Prefect server, if one is started; parameters: of the flow, beside the config.
+    """
     resources = contextlib.ExitStack()
     # Prefect's client sends its last logs and events when the interpreter ends, before the handlers of atexit: a server
     # of ours must be there until then.
@@ -58,7 +61,7 @@ def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None) -> Any
     print(as_lines([("Prefect", f"{url.removesuffix('/api')} while this runs")]), file=sys.stderr, flush=True)
     lines = StepLines()
     logging.getLogger("prefect").addHandler(lines)
-    state: Any = flow(config, return_state=True)
+    state: Any = flow(config, **parameters, return_state=True)
     try:
         _wait_until_recorded(lines.task_runs)
     except Exception as error:

@@ -118,6 +118,7 @@ def _prefect_server(port: int) -> Iterator[str]:
 @contextlib.contextmanager
 def _service(name: str, command: list[str], environment: dict[str, str], log: Path, health: str) -> Iterator[None]:
     """Run a server under a guardian until the context ends; wait until `health` answers."""
+    log.unlink(missing_ok=True)
     process = guardian.start(command, environment, log)
     assert process.stdin is not None
     try:

@@ -25,11 +25,12 @@ class Summary(BaseModel):
     reextracted: int
     mlflow_run: str | None
 
-    def text(self) -> str:
-        """Lines of name and value."""
+    def text(self, config: Path) -> str:
+        """Lines of name and value; config: the file that the extraction was started with."""
         lines = [
             ("rows", count_states(self.rows)),
             ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
+            *self._failed(config),
             ("this run", self._this_run()),
             ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
             ("digest", self.digest),
@@ -37,6 +38,14 @@ class Summary(BaseModel):
             ("MLflow", self.mlflow_run or f"not recorded; later: python -m flows record {self.output}"),
         ]
         return as_lines(lines)
+
+    def _failed(self, config: Path) -> list[tuple[str, str]]:
+        if not (count := self.rows["failed"]):
+            return []
+        return [
+            ("failed", f"{count:,} rows; the reasons are in {self.output / 'ledger.parquet'}"),
+            ("", f"to try them again: python -m flows retry-failed {config}"),
+        ]
 
     def _this_run(self) -> str:
         there = self.rows["done"] + self.rows["truncated"] - self.extracted_rows

@@ -26,10 +26,12 @@ class Section(BaseModel):
 
 
 class DatasetConfig(Section):
-    """What to extract from: a JSONL file of tokenized samples."""
+    """What to extract from: a file of tokenized samples."""
 
     path: AbsolutePath = Field(
-        description="JSONL file, one sample a line: input_ids (token ids), optional loss_mask (0/1, same length), id."
+        description="File of samples, its kind by its name: .jsonl, .jsonl.gz or .jsonl.zst with one sample a line, or "
+        ".parquet with one a row. A sample: input_ids (token ids), optional loss_mask (0/1, same length; in Parquet "
+        "booleans, too), optional id."
     )
     max_seq_len: int = Field(gt=0, description="Longest sample in tokens. Longer ones meet on_too_long.")
     on_too_long: Literal["fail", "truncate", "skip"] = Field(
@@ -39,7 +41,7 @@ class DatasetConfig(Section):
     )
     on_invalid: Literal["fail", "skip"] = Field(
         default="fail",
-        description="A line that is no valid sample (bad JSON, no or empty input_ids, an id outside the vocabulary, a "
+        description="A row that is no valid sample (bad JSON, no or empty input_ids, an id outside the vocabulary, a "
         "loss_mask of another length): fail before anything starts, or leave it out, counted, with its reason.",
     )
 
@@ -103,8 +105,15 @@ class ServerConfig(Section):
         default_factory=list, description="managed: further arguments for sglang.launch_server, as in a shell."
     )
     start_timeout: float = Field(
-        default=1800, gt=0, description="managed: seconds until the server must answer. A 1T model loads for minutes."
+        default=1800,
+        gt=0,
+        description="Seconds until a started server must answer. A 1T model loads for minutes. attached: seconds to "
+        "wait for a lost server to come back.",
     )
+    max_restarts: int = Field(
+        default=10, ge=0, description="Restarts of a dead or stuck server within restart_window before the run stops."
+    )
+    restart_window: float = Field(default=3600, gt=0, description="Seconds over which restarts are counted.")
 
 
 class StagingConfig(Section):
@@ -153,7 +162,17 @@ class ExtractionConfig(Section):
     )
     attempts: int = Field(default=4, ge=1, description="Tries of one prefill that fails in a way that may pass.")
     max_failed_share: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of rows that may fail in the end before the run counts as failed."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of rows that may fail in the end before the run counts as failed. Not one row done is a "
+        "failure always.",
+    )
+    max_failures_in_a_row: int = Field(
+        default=50,
+        ge=1,
+        description="Rows that may fail one after the other, none succeeding in between, before the run is stopped: "
+        "it is not the rows then.",
     )
 
 

@@ -45,6 +45,10 @@ class StoreError(DrillcoreError):
     """What the store holds is damaged or contradicts its own records, or the dataset changed under it."""
 
 
+class WriteError(DrillcoreError):
+    """The output could not be written: it is full, or the file system failed. What was committed stays."""
+
+
 class LostLockError(DrillcoreError):
     """Another writer has taken over the store while this run was writing."""
 
@@ -58,8 +62,12 @@ class TransientPrefillError(DrillcoreError):
     or that the plugin could not write. Worth a retry."""
 
 
+class ServerLostError(DrillcoreError):
+    """The server died, or was found stuck and restarted, while a prefill was under way."""
+
+
 class RowError(DrillcoreError):
-    """One row cannot be extracted, however often it is tried (HTTP 400)."""
+    """One row cannot be extracted, however often it is tried (HTTP 400, or the server dies of it)."""
 
 
 class ProbeError(DrillcoreError):

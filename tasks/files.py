@@ -13,9 +13,14 @@ import xxhash
 CHUNK = 8 << 20  # bytes read at a time
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def temporary_for(path: Path, workspace: Path | None = None) -> Path:
+    """Where a file lies until it is complete: beside its final name, or in a workspace on the same file system."""
+    return (workspace or path.parent) / f".{path.name}.{os.getpid()}.tmp"
+
+
+def write_atomic(path: Path, data: bytes, workspace: Path | None = None) -> None:
     """Write `data` so that `path` holds all of it or what it held before, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_for(path, workspace)
     try:
         with temporary.open("wb") as file:
             file.write(data)
@@ -28,9 +33,9 @@ def write_atomic(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, workspace: Path | None = None) -> None:
     """Write `value` as indented JSON, atomically."""
-    write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(), workspace)
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:

@@ -1,27 +1,33 @@
 """Everything that can be known before a server starts: is the input right, is there room, what is still to do."""
 
 import dataclasses
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tasks.config import ExtractConfig
 from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
 from tasks.dataset.scan import scan_dataset
-from tasks.errors import SetupError, SpaceError
+from tasks.errors import OutputError, SetupError, SpaceError, StoreError
 from tasks.files import human_bytes
 from tasks.model import ITEMSIZE, Model, capture_layers, read_model
 from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
 from tasks.server.facts import numerics_of_arguments, numerics_of_info, server_info
 from tasks.server.ports import check_port
+from tasks.store.books import DONE, FAILED, TRUNCATED, Books, balance
+from tasks.store.inspection import NOTHING, Inspection, inspect_store, remove_remains
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of
-from tasks.store.record import Record, record_path, usable_records
 from tasks.store.shard import ENTRY_BYTES, row_bytes
 
 SPARE = 256 << 20  # bytes that must stay free on the output, for records, logs and the file system itself
 ROW_OVERHEAD = 4 * ENTRY_BYTES + 512  # bytes a row takes in shard header, record and plan, at most
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,11 @@ class Preflight:
     plan: Plan
     resumed: bool
     """Whether the output holds this extraction already, begun or finished."""
+    inspection: Inspection
+    """What the output has, as it was when preflight looked."""
+    books: Books
     missing: dict[int, list[int]]
-    """Rows still to extract, by batch."""
+    """Rows that this run extracts, by batch."""
 
     @property
     def store(self) -> Store:
@@ -96,10 +105,14 @@ def token_bytes(config: ExtractConfig, model: Model, layers: list[int]) -> int:
     return row_bytes(1, len(layers) + 1, model.hidden_size, ITEMSIZE[config.server.dtype])
 
 
-def run_preflight(config: ExtractConfig, space: bool = True) -> Preflight:
+def run_preflight(
+    config: ExtractConfig, space: bool = True, only_failed: bool = False, deep: bool = False
+) -> Preflight:
     """Check everything that needs no server; raises the InputError that names what is wrong. Writes nothing.
 
     space: also whether there is room for it, which `plan` does after it has printed what is planned.
+    only_failed: do the rows that failed, whether they may heal or not, and leave those that were never tried.
+    deep: read every shard that is there already and compare checksums, not only sizes.
     """
     model = read_model(config.model.path)
     layers = capture_layers(model, config.capture)
@@ -118,8 +131,14 @@ def run_preflight(config: ExtractConfig, space: bool = True) -> Preflight:
         info = server_info(str(config.server.url).rstrip("/"))
         installation, sglang, numerics = None, info["version"], numerics_of_info(info)
     scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
-    fresh = Preflight(config, model, layers, installation, sglang, numerics, scan.sha256, scan.plan, False, {})
-    preflight = _with_progress_of_output(fresh)
+    fresh = Preflight(
+        *(config, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
+        resumed=False,
+        inspection=NOTHING,
+        books=balance(scan.plan, []),
+        missing={},
+    )
+    preflight = _with_progress_of_output(fresh, only_failed, deep)
     if space:
         check_space(preflight)
     return preflight
@@ -129,22 +148,22 @@ def open_output(preflight: Preflight) -> None:
     """Make the store ready to be written; the lock must be held.
 
     From here on it is not complete, so what says that it is goes first; so does what earlier writers left half done.
+    Raises OutputError if another run wrote to it after preflight had looked, before this one had the lock.
     """
     store = preflight.store
     if not check_owner(store, preflight.parts):
         create_store(store, preflight.parts, preflight.config.model_dump(mode="json"))
+    if not preflight.inspection.same_files(inspect_store(store, preflight.fingerprint)):
+        raise OutputError(f"Another run wrote to {store.root} while this one was checking it. Start this one again.")
     store.manifest.unlink(missing_ok=True)
     store.ledger.unlink(missing_ok=True)
     store.shards.mkdir(exist_ok=True)
     store.logs.mkdir(exist_ok=True)
     if not store.plan.exists():
         save_plan(preflight.plan, store.plan)
-    for remains in store.shards.glob(".*.tmp"):
-        remains.unlink()
-    usable = {record_path(store, record.batch, record.part) for record in usable_records(store, preflight.fingerprint)}
-    for path in store.shards.glob("[0-9]*.json"):
-        if path not in usable:  # its shard is gone or has another size: the rows are extracted anew
-            path.unlink()
+    for problem in preflight.inspection.problems(store):
+        logger.warning("%s: its rows are extracted again", problem)
+    remove_remains(store, preflight.inspection)
 
 
 def check_space(preflight: Preflight) -> None:
@@ -186,8 +205,7 @@ def free_bytes(path: Path) -> int:
 def describe(preflight: Preflight) -> list[tuple[str, str]]:
     """What is planned, as (name, value) lines for people."""
     config, plan, model = preflight.config, preflight.plan, preflight.model
-    counts = plan.counts()
-    done = len(plan) - counts[SKIP] - preflight.missing_rows
+    counts, books = plan.counts(), preflight.books.counts()
     planned = plan.total_tokens * preflight.token_bytes
     state = (
         f"states of layers {', '.join(map(str, preflight.layers))} and the final state ({config.capture.final_norm})"
@@ -203,24 +221,63 @@ def describe(preflight: Preflight) -> list[tuple[str, str]]:
         ("staging", f"{config.staging.path} ({human_bytes(free_bytes(config.staging.path))} free)"),
     ]
     if preflight.resumed:
+        done = books[DONE] + books[TRUNCATED]
         lines.append(("resumes", f"{done:,} rows are there already, {preflight.missing_rows:,} are to do"))
+    if books[FAILED]:
+        final = len(preflight.books.final)
+        lines.append(
+            (
+                "failed",
+                f"{books[FAILED]:,} rows in earlier runs: {books[FAILED] - final:,} may heal, {final:,} would fail "
+                "again; `python -m flows retry-failed` tries them all",
+            )
+        )
+    if problems := preflight.inspection.problems(preflight.store):
+        lines.append(("damaged", f"{len(problems):,} shards or records, to be extracted again: {problems[0]}"))
     return lines
 
 
-def _with_progress_of_output(preflight: Preflight) -> Preflight:
+def _with_progress_of_output(preflight: Preflight, only_failed: bool, deep: bool) -> Preflight:
     """Look into the output: is it ours, and which rows does it have already? The plan that it holds is the one to keep.
 
-    Raises OutputError if it belongs to another extraction.
+    Raises OutputError if it belongs to another extraction or has nothing to retry, StoreError if it contradicts itself.
     """
-    store, plan = preflight.store, preflight.plan
-    records: list[Record] = []
+    store, plan, inspection = preflight.store, preflight.plan, preflight.inspection
     resumed = check_owner(store, preflight.parts)
     if resumed:
-        plan = load_plan(store.plan) if store.plan.exists() else plan
-        records = usable_records(store, preflight.fingerprint)
-    done = {row.row for record in records for row in record.rows}
+        plan = _stored_plan(store, plan)
+        inspection = inspect_store(store, preflight.fingerprint, deep)
+    books = balance(plan, inspection.records)
+    if books.problems:
+        raise StoreError(
+            f"{store.root} contradicts itself: {'; '.join(books.problems[:5])}. Delete the commit records "
+            "(shards/*.json) concerned to extract their rows again."
+        )
+    failed, due = books.rows(FAILED), books.due()
+    if only_failed and due and not failed:
+        raise OutputError(
+            f"No row of {store.root} failed, so there is nothing to retry; {len(due):,} rows were not extracted yet: "
+            "`python -m flows extract` does that."
+        )
+    wanted = set(failed) if only_failed else due
     missing = {}
     for batch, rows in enumerate(plan.rows_by_batch()):
-        if left := [row for row in rows if row not in done]:
+        if left := [row for row in rows if row in wanted]:
             missing[batch] = left
-    return dataclasses.replace(preflight, plan=plan, missing=missing, resumed=resumed)
+    return dataclasses.replace(
+        preflight, plan=plan, resumed=resumed, inspection=inspection, books=books, missing=missing
+    )
+
+
+def _stored_plan(store: Store, fresh: Plan) -> Plan:
+    """The output's plan: it may group rows otherwise than `fresh` (output.shard_bytes), and must agree in the rest."""
+    if not store.plan.exists():
+        return fresh
+    stored = load_plan(store.plan)
+    for name in ("offset", "size", "input_tokens", "tokens", "action"):
+        if not np.array_equal(getattr(stored, name), getattr(fresh, name)):
+            raise StoreError(
+                f"{store.plan} is not the plan of this dataset: its column {name!r} differs. Restore it, or start a "
+                "new output."
+            )
+    return stored

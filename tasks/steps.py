@@ -5,6 +5,7 @@ process.
 """
 
 import contextlib
+import functools
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,10 +15,11 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
+from prefect.runtime import task_run
 
 from tasks.config import ExtractConfig
 from tasks.dataset.rows import read_planned
-from tasks.errors import LineageError
+from tasks.errors import LineageError, WriteError
 from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
 from tasks.files import human_bytes, write_json
@@ -27,10 +29,12 @@ from tasks.preflight import Preflight, describe, open_output, run_preflight, sta
 from tasks.probe import ProbeReport, probe
 from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, remove_leftovers
+from tasks.server.supervisor import Restarts
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
 
+RETRY_DELAYS = [15.0, 60.0]  # seconds before a batch whose shard could not be written is tried again
 UNCACHED: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 
 
@@ -64,9 +68,9 @@ class Session:
 
 
 @task(name="preflight", task_run_name="preflight", **UNCACHED)
-def preflight_step(config: ExtractConfig) -> Session:
+def preflight_step(config: ExtractConfig, only_failed: bool = False, deep: bool = False) -> Session:
     """Check config, model, environment, dataset, output and space; plan."""
-    preflight = run_preflight(config)
+    preflight = run_preflight(config, only_failed=only_failed, deep=deep)
     for name, value in describe(preflight):
         get_run_logger().info("%s: %s", name, value)
     return Session(preflight)
@@ -92,13 +96,13 @@ def server_step(session: Session) -> None:
     for name in remove_leftovers(config.staging.path):
         logger.warning("removed %s from the staging: a dead run's", name)
     if preflight.installation is None:
-        server: Server = AttachedServer(str(config.server.url), config.staging.path)
+        server: Server = AttachedServer(str(config.server.url), config.staging.path, config.server.start_timeout)
     else:
         server = ManagedServer(config, preflight.installation, preflight.layers, server_log(session))
     session.resources.callback(server.stop)
     server.start()
-    session.facts = check_server(server, config, preflight.model, preflight.layers, preflight.plan.longest)
     session.server = server
+    session.facts = _check(session)
     logger.info("SGLang %s answers at %s", session.facts.sglang, server.url)
 
 
@@ -106,7 +110,8 @@ def server_step(session: Session) -> None:
 def probe_step(session: Session) -> None:
     """Prove the capture with test dumps. Nothing is extracted, and the output not touched, if this fails."""
     preflight, config = session.preflight, session.config
-    engine = PrefillEngine(session.server, preflight.captured, config.extraction, staging_limit(config))
+    restarts = Restarts(config.server.max_restarts, config.server.restart_window, functools.partial(_check, session))
+    engine = PrefillEngine(session.server, preflight.captured, config.extraction, staging_limit(config), restarts)
     session.engine = session.resources.enter_context(engine)
     report = probe(engine, preflight.model, session.facts, config.dataset.max_seq_len)
     open_output(preflight)
@@ -122,9 +127,24 @@ def probe_step(session: Session) -> None:
     )
 
 
-@task(name="extract", task_run_name="extract-{batch:06d}", **UNCACHED)
+def _may_pass(task: Any, run: Any, state: Any) -> bool:
+    """Prefect's retry condition: an output that is full may be freed."""
+    return isinstance(state.data, WriteError)
+
+
+@task(
+    name="extract",
+    task_run_name="extract-{batch:06d}",
+    retries=len(RETRY_DELAYS),
+    retry_delay_seconds=RETRY_DELAYS,
+    retry_condition_fn=_may_pass,
+    **UNCACHED,
+)
 def extract_step(batch: int, session: Session) -> BatchResult:
-    """Extract the missing rows of one batch and commit its shard. What stops it stops all: they share the cause."""
+    """Extract the missing rows of one batch and commit its shard.
+
+    An output that cannot be written is tried again. What stops a batch then stops all: they share the cause.
+    """
     assert session.engine is not None
     logger, preflight = get_run_logger(), session.preflight
     numbers = preflight.missing[batch]
@@ -132,7 +152,8 @@ def extract_step(batch: int, session: Session) -> BatchResult:
         rows = list(read_planned(session.config.dataset.path, preflight.plan, numbers, preflight.model.vocab_size))
         result = extract_batch(batch, rows, session.engine, session.store, preflight.fingerprint, session.lock)
     except Exception as error:
-        session.engine.close(error)
+        if not (isinstance(error, WriteError) and task_run.run_count <= len(RETRY_DELAYS)):
+            session.engine.close(error)
         raise
     for failure in result.failed:
         logger.error("batch %06d: row %d failed: %s", batch, failure.row, failure.reason)
@@ -176,6 +197,12 @@ def record_step(session: Session, default_uri: str, artifacts: Path) -> str | No
     return run_id
 
 
+def _check(session: Session) -> ServerFacts:
+    """Raises ServerError if the server is not set up as the config asks for."""
+    preflight = session.preflight
+    return check_server(session.server, session.config, preflight.model, preflight.layers, preflight.plan.longest)
+
+
 def server_log(session: Session) -> Path:
     """The managed server's log: beside the output, since an output exists only after a passed probe."""
     root = session.store.root
@@ -194,6 +221,7 @@ def keep_run(session: Session, started: float) -> dict[str, Any]:
         "bytes": progress.bytes,
         "failed": progress.failed,
         "retries": progress.retries,
+        "restarts": progress.restarts,
     }
     add_run(session.store, run)
     return run

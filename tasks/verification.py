@@ -102,7 +102,8 @@ def verify_store(
     if problems:
         raise VerificationError(
             f"{store.root} did not pass: {len(problems)} problem(s).\n{_shorten(problems)}\n"
-            "Delete the commit record (shards/*.json) of a damaged shard and run the extraction again to replace it."
+            "`python -m flows extract CONFIG.yaml --deep` extracts the rows of damaged shards again. Otherwise: delete "
+            "the commit record (shards/*.json) of a damaged shard and run the extraction again to replace it."
         )
     _check_complete(store, plan, books, max_failed_share)
     write_ledger(store.ledger, plan, books)
@@ -200,17 +201,22 @@ def _check_row(shard: Any, row: RowRecord, ids: np.ndarray, mask: np.ndarray, pa
 
 
 def _check_complete(store: Store, plan: Plan, books: Books, max_failed_share: float) -> None:
-    """Only rows that were tried and failed may be missing, and not more than the config allows."""
-    missing = [row for row, state in enumerate(books.states) if state == MISSING]
-    failed = [row for row, state in enumerate(books.states) if state == FAILED]
-    counts = books.counts()
-    if not missing and len(failed) <= max_failed_share * len(plan) and counts[DONE] + counts[TRUNCATED]:
+    """Only rows that were tried and failed may be missing, not more than the config allows, and never all."""
+    missing, failed, counts = books.rows(MISSING), books.rows(FAILED), books.counts()
+    done = counts[DONE] + counts[TRUNCATED]
+    if done and not missing and len(failed) <= max_failed_share * len(plan):
         return
+    advice = ["Run the same command again: it tries just these."] if books.due() else []
+    if books.final:
+        advice.append(
+            f"{len(books.final)} rows would fail in the same way, so only `python -m flows retry-failed CONFIG.yaml` "
+            "tries them again; extraction.max_failed_share lets a run pass without them."
+        )
     lines = [f"row {row}: {books.reasons[row]}" for row in [*failed, *missing]]
     raise ExtractionError(
-        f"{store.root} is not complete: {len(failed)} of {len(plan)} rows failed (extraction.max_failed_share allows "
-        f"{max_failed_share:.2%}), {len(missing)} were not extracted yet.\n{_shorten(lines)}\n"
-        "Run the same command again: it tries just these."
+        f"{store.root} is not complete: {done} rows are done, {len(failed)} of {len(plan)} rows failed "
+        f"(extraction.max_failed_share allows {max_failed_share:.2%}), {len(missing)} were not extracted yet.\n"
+        + "\n".join([_shorten(lines), *advice])
     )
 
 

@@ -1,1 +1,1 @@
-"""The input: tokenized samples in a JSONL file, read, judged and planned."""
+"""The input: tokenized samples in JSON lines, packed or not, or in Parquet: read, judged and planned."""

@@ -1,4 +1,4 @@
-"""The plan: what happens to every row, and which rows share a shard. Numbers only; rows stay in the JSONL file."""
+"""The plan: what happens to every row, and which rows share a shard. Numbers only; rows stay in the file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ class Plan:
     """One entry a row of the dataset, in order. All arrays are [rows]."""
 
     offset: np.ndarray
-    """int64: byte at which the line starts."""
+    """int64: byte at which the line starts, in a packed file counted after unpacking; in Parquet the row's number."""
     size: np.ndarray
-    """int64: bytes of the line."""
+    """int64: bytes of the line; 0 in Parquet."""
     input_tokens: np.ndarray
-    """int32: tokens in the file (0 where the line is no sample)."""
+    """int32: tokens in the file (0 where it holds no sample)."""
     tokens: np.ndarray
     """int32: tokens to extract (0 where skipped)."""
     action: np.ndarray
@@ -68,17 +68,18 @@ def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, sh
 
     `shard_bytes` grows until there are at most MOST_BATCHES.
     """
+    rows = np.flatnonzero(~skipped)
+    ends = np.cumsum(tokens[rows], dtype=np.int64) * token_bytes
     while True:
-        batch = np.full(len(tokens), NO_BATCH, dtype=np.int32)
-        number, filled = -1, 0
-        for row in np.flatnonzero(~skipped).tolist():
-            size = int(tokens[row]) * token_bytes
-            if number < 0 or filled + size > shard_bytes:
-                number, filled = number + 1, 0
-            batch[row] = number
-            filled += size
-        if number < MOST_BATCHES:
-            return batch
+        starts, filled = [0], 0
+        while len(starts) <= MOST_BATCHES:
+            start = max(int(np.searchsorted(ends, filled + shard_bytes, side="right")), starts[-1] + 1)
+            if start >= len(rows):
+                batch = np.full(len(tokens), NO_BATCH, dtype=np.int32)
+                batch[rows] = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
+                return batch
+            starts.append(start)
+            filled = int(ends[start - 1])
         shard_bytes = shard_bytes * 5 // 4 + 1
 
 
@@ -92,7 +93,7 @@ def save_plan(plan: Plan, path: Path) -> None:
             "size": plan.size,
             "input_tokens": plan.input_tokens,
             "tokens": plan.tokens,
-            "action": pa.array([ACTIONS[code] for code in plan.action.tolist()]).dictionary_encode(),
+            "action": pa.DictionaryArray.from_arrays(plan.action.astype(np.int32), list(ACTIONS)),
             "batch": plan.batch,
             "reason": pa.array(plan.reason, pa.string()),
         }

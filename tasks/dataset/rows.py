@@ -1,4 +1,4 @@
-"""One row of the dataset: what a valid line is, and reading planned rows again by their offset."""
+"""One row of the dataset: what a valid sample is, and reading planned rows again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import orjson
 
+from tasks.dataset.formats import ID, IDS, MASK, is_parquet
 from tasks.dataset.plan import Plan
-from tasks.errors import StoreError
+from tasks.dataset.positions import PositionReader
+from tasks.errors import DatasetError, StoreError
 
 
 @dataclass(frozen=True)
 class Row:
-    """A valid sample. `number` is its 0-based line; `input_ids` int32 [tokens], `loss_mask` uint8 [tokens]."""
+    """A valid sample. `number` is its 0-based place in the file; `input_ids` is int32, `loss_mask` uint8 [tokens]."""
 
     number: int
     input_ids: np.ndarray
@@ -23,24 +25,35 @@ class Row:
 
 
 class InvalidRow(ValueError):
-    """A line that is no valid sample. `kind` groups the same fault; the message has the details."""
+    """A row that is no valid sample. `kind` groups the same fault; the message has the details."""
 
     def __init__(self, kind: str, detail: str):
         super().__init__(detail)
         self.kind = kind
 
 
-def parse_row(line: bytes, number: int, vocab_size: int) -> Row:
-    """Parse and judge one line. A missing loss_mask means that every token counts. Raises InvalidRow."""
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRow("invalid JSON", f"invalid JSON: {error}") from error
+def name_row(path: Path, number: int) -> str:
+    """What people call a row: lines have numbers in an editor, from 1; rows of a table have theirs from 0."""
+    return f"row {number}" if is_parquet(path) else f"line {number + 1} (row {number})"
+
+
+def parse_row(raw: bytes | dict[str, Any], number: int, vocab_size: int) -> Row:
+    """Judge one row: a line of JSON, or a table's values by column. Raises InvalidRow.
+
+    A missing loss_mask means that every token counts.
+    """
+    if isinstance(raw, dict):
+        value = raw
+    else:
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRow("invalid JSON", f"invalid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRow("invalid JSON", f"a JSON object was expected, this is {_kind(value)}")
-    if "input_ids" not in value:
+    if IDS not in value:
         raise InvalidRow("no input_ids", f"no input_ids; the line has {', '.join(map(repr, value)) or 'no keys'}")
-    ids = _integers(value["input_ids"], "input_ids")
+    ids = _integers(value[IDS], IDS)
     if len(ids) == 0:
         raise InvalidRow("empty row", "input_ids is empty")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -50,36 +63,45 @@ def parse_row(line: bytes, number: int, vocab_size: int) -> Row:
             "id outside the vocabulary",
             f"input_ids[{at}] is {ids[at]}, the model's vocabulary has ids 0 to {vocab_size - 1}",
         )
-    if value.get("loss_mask") is None:
+    if value.get(MASK) is None:
         mask = np.ones(len(ids), dtype=np.uint8)
     else:
-        mask = _integers(value["loss_mask"], "loss_mask")
+        mask = _integers(value[MASK], MASK)
         if len(mask) != len(ids):
             raise InvalidRow("loss_mask length", f"loss_mask has {len(mask)} values, input_ids has {len(ids)}")
         if not np.isin(mask, (0, 1)).all():
             raise InvalidRow("loss_mask value", "loss_mask holds values other than 0 and 1")
-    row_id = value.get("id")
-    return Row(number, ids.astype(np.int32), mask.astype(np.uint8), None if row_id is None else str(row_id))
+    return Row(number, ids.astype(np.int32), mask.astype(np.uint8), text_of(value.get(ID)))
+
+
+def text_of(row_id: Any) -> str | None:
+    """A row's id as it is kept."""
+    return None if row_id is None else str(row_id)
 
 
 def read_planned(path: Path, plan: Plan, numbers: list[int], vocab_size: int) -> Iterator[Row]:
-    """Read the given rows again, cut as planned. Raises StoreError if the file is no longer the planned one."""
+    """Read the given rows again, cut as planned. Raises StoreError if the file is no longer the planned one.
+
+    In ascending order it costs least: a packed file has no way back.
+    """
     try:
-        file = path.open("rb")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read any more: {error.strerror}.") from error
-    with file:
-        for number in numbers:
-            file.seek(int(plan.offset[number]))
-            line = file.read(int(plan.size[number]))
-            tokens = int(plan.tokens[number])
-            try:
-                row = parse_row(line, number, vocab_size)
-            except InvalidRow as error:
-                raise StoreError(f"{path} changed since it was planned: line {number + 1}: {error}.") from error
-            if len(row.input_ids) != plan.input_tokens[number]:
-                raise StoreError(f"{path} changed since it was planned: line {number + 1} has another length.")
-            yield Row(number, row.input_ids[:tokens], row.loss_mask[:tokens], row.id)
+        with PositionReader(path) as reader:
+            for number in numbers:
+                raw = reader.read(int(plan.offset[number]), int(plan.size[number]))
+                tokens = int(plan.tokens[number])
+                try:
+                    row = parse_row(raw, number, vocab_size)
+                except InvalidRow as error:
+                    raise StoreError(
+                        f"{path} changed since it was planned: {name_row(path, number)}: {error}."
+                    ) from error
+                if len(row.input_ids) != plan.input_tokens[number]:
+                    raise StoreError(
+                        f"{path} changed since it was planned: {name_row(path, number)} has another length."
+                    )
+                yield Row(number, row.input_ids[:tokens], row.loss_mask[:tokens], row.id)
+    except DatasetError as error:
+        raise StoreError(f"{path} is no longer as it was planned. {error}") from error
 
 
 def _integers(value: Any, field: str) -> np.ndarray:

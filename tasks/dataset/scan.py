@@ -1,20 +1,23 @@
 """Reads the whole dataset once, streaming: judges every row by the policies and makes the plan."""
 
 import hashlib
-from array import array
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tasks.config import DatasetConfig
+from tasks.dataset.blocks import read_blocks
+from tasks.dataset.formats import identity_of
 from tasks.dataset.plan import ACTIONS, EXTRACT, SKIP, TRUNCATE, Plan, assign_batches
-from tasks.dataset.rows import InvalidRow, parse_row
+from tasks.dataset.rows import name_row
 from tasks.errors import DatasetError
+from tasks.files import CHUNK
 
 SHOWN_PROBLEMS = 10
+TOO_LONG = "longer than max_seq_len"
 
 
 @dataclass(frozen=True)
@@ -28,79 +31,80 @@ class Scan:
 def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int) -> Scan:
     """Read `config.path`, apply its policies, group the rows into batches.
 
-    token_bytes: stored bytes a token. Raises DatasetError that lists the first rows that a policy `fail` forbids, with
-    their line numbers, and the count of each kind.
+    token_bytes: stored bytes a token. Raises DatasetError if the file is missing, damaged or of no known kind, or one
+    that lists the first rows that a policy `fail` forbids, with their numbers, and the count of each kind.
     """
-    offsets, sizes, input_tokens, tokens, actions = array("q"), array("q"), array("i"), array("i"), array("B")
+    before = identity_of(config.path)
+    with ThreadPoolExecutor(1) as pool:  # hashlib lets the other thread run meanwhile
+        digest = pool.submit(_sha256, config.path)
+        plan = _plan(config, vocab_size, token_bytes, shard_bytes)
+    if identity_of(config.path) != before:
+        raise DatasetError(
+            f"The dataset {config.path} was written to while it was read. Start again when it is complete "
+            "(dataset.path)."
+        )
+    return Scan(digest.result(), plan)
+
+
+def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int) -> Plan:
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("offset", "size", "input_tokens", "tokens", "action")}
     reasons: list[str] = []
     ids: list[str | None] = []
     problems: list[str] = []
     kinds: Counter[str] = Counter()
-    digest = hashlib.sha256()
-    offset = 0
 
     def refuse(number: int, kind: str, detail: str) -> None:
         kinds[kind] += 1
         if len(problems) < SHOWN_PROBLEMS:
-            problems.append(f"  line {number + 1} (row {number}): {detail}")
+            problems.append(f"  {name_row(config.path, number)}: {detail}")
 
-    for number, line in enumerate(_lines(config.path)):
-        digest.update(line)
-        length, row_id, action, reason = 0, None, EXTRACT, ""
-        try:
-            row = parse_row(line, number, vocab_size)
-            length, row_id = len(row.input_ids), row.id
-        except InvalidRow as error:
-            action, reason = SKIP, str(error)
-            if config.on_invalid == "fail":
-                refuse(number, error.kind, str(error))
-        if length > config.max_seq_len:
-            reason = f"{length} tokens, max_seq_len is {config.max_seq_len}"
-            action = TRUNCATE if config.on_too_long == "truncate" else SKIP
-            if config.on_too_long == "fail":
-                refuse(number, "longer than max_seq_len", reason)
-        offsets.append(offset)
-        sizes.append(len(line))
-        input_tokens.append(length)
-        tokens.append(0 if action == SKIP else min(length, config.max_seq_len))
-        actions.append(ACTIONS.index(action))
-        reasons.append(reason)
-        ids.append(row_id)
-        offset += len(line)
+    for block in read_blocks(config.path, vocab_size):
+        first = len(ids)
+        too_long = block.tokens > config.max_seq_len
+        action = np.full(len(block), ACTIONS.index(EXTRACT), dtype=np.uint8)
+        block_reasons = [""] * len(block)
+        for at in sorted([*block.invalid, *np.flatnonzero(too_long).tolist()]):
+            policy: str
+            if invalid := block.invalid.get(at):
+                policy, kind, reason = config.on_invalid, invalid.kind, str(invalid)
+            else:
+                policy, kind = config.on_too_long, TOO_LONG
+                reason = f"{block.tokens[at]} tokens, max_seq_len is {config.max_seq_len}"
+            action[at] = ACTIONS.index(TRUNCATE if policy == "truncate" else SKIP)
+            block_reasons[at] = reason
+            if policy == "fail":
+                refuse(first + at, kind, reason)
+        tokens = np.where(action == ACTIONS.index(SKIP), 0, np.minimum(block.tokens, config.max_seq_len))
+        for name, array in (
+            ("offset", block.offset),
+            ("size", block.size),
+            ("input_tokens", block.tokens),
+            ("tokens", tokens.astype(np.int32)),
+            ("action", action),
+        ):
+            columns[name].append(array)
+        reasons += block_reasons
+        ids += block.ids
 
+    if not ids:
+        raise DatasetError(f"The dataset {config.path} is empty (dataset.path).")
     if problems:
-        raise DatasetError(_refusal(config, len(offsets), problems, kinds))
-    if not any(tokens):
-        raise DatasetError(f"{config.path} has no row to extract: {len(offsets)} lines, all skipped (dataset.path).")
-    token_array = np.array(tokens, dtype=np.int32)
-    action_array = np.array(actions, dtype=np.uint8)
-    plan = Plan(
-        offset=np.array(offsets, dtype=np.int64),
-        size=np.array(sizes, dtype=np.int64),
-        input_tokens=np.array(input_tokens, dtype=np.int32),
-        tokens=token_array,
-        action=action_array,
-        batch=assign_batches(token_array, action_array == ACTIONS.index(SKIP), token_bytes, shard_bytes),
-        reason=reasons,
-        id=ids,
-    )
-    return Scan(digest.hexdigest(), plan)
+        raise DatasetError(_refusal(config, len(ids), problems, kinds))
+    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+    if not whole["tokens"].any():
+        raise DatasetError(f"{config.path} has no row to extract: {len(ids)} rows, all skipped (dataset.path).")
+    skipped = whole["action"] == ACTIONS.index(SKIP)
+    batch = assign_batches(whole["tokens"], skipped, token_bytes, shard_bytes)
+    return Plan(**whole, batch=batch, reason=reasons, id=ids)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        file = path.open("rb")
-    except FileNotFoundError as error:
-        raise DatasetError(f"The dataset {path} does not exist (dataset.path).") from error
-    except OSError as error:
-        raise DatasetError(f"The dataset {path} cannot be read: {error.strerror} (dataset.path).") from error
-    empty = True
-    with file:
-        for line in file:
-            empty = False
-            yield line
-    if empty:
-        raise DatasetError(f"The dataset {path} is empty (dataset.path).")
+def _sha256(path: Path) -> str:
+    """As `sha256_of`, in larger pieces: between two of them, the thread waits until the other one lets it."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _refusal(config: DatasetConfig, rows: int, problems: list[str], kinds: Counter[str]) -> str:
@@ -108,7 +112,7 @@ def _refusal(config: DatasetConfig, rows: int, problems: list[str], kinds: Count
     summary = ", ".join(f"{kind}: {number}" for kind, number in kinds.most_common())
     more = f"\n  ... and {count - len(problems)} more" if count > len(problems) else ""
     advice = []
-    if kinds.pop("longer than max_seq_len", 0):
+    if kinds.pop(TOO_LONG, 0):
         advice.append("raise dataset.max_seq_len, or set dataset.on_too_long to 'truncate' or 'skip'")
     if kinds:
         advice.append("mend the file, or set dataset.on_invalid to 'skip'")

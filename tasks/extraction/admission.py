@@ -14,6 +14,15 @@ class Load:
     bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Somebody who waits."""
+
+    load: Load
+    alone: bool
+    comes: "asyncio.Future[None]"
+
+
 class Admission:
     """First come, first served, so that a long row is never overtaken for ever. For one event loop.
 
@@ -23,23 +32,25 @@ class Admission:
     def __init__(self, limit: Load):
         self.limit = limit
         self.used = Load(0, 0, 0)
-        self._waiting: deque[tuple[Load, asyncio.Future[None]]] = deque()
+        self._waiting: deque[Turn] = deque()
+        self._alone = False  # whether what is at the server wants nothing beside it
 
-    async def enter(self, load: Load) -> None:
-        """Wait until `load` fits, then take it."""
-        if not self._waiting and self._fits(load):
-            self._take(load)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((load, turn))
+    async def enter(self, load: Load, alone: bool = False) -> None:
+        """Wait until `load` fits, then take it. alone: before all others that wait, with nothing else at the server."""
+        turn = Turn(load, alone, asyncio.get_running_loop().create_future())
+        if alone:
+            self._waiting.appendleft(turn)
+        else:
+            self._waiting.append(turn)
+        self._admit()
         try:
-            await turn
+            await turn.comes
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.comes.done() and not turn.comes.cancelled():
                 self.leave(load)
             else:
-                if (load, turn) in self._waiting:
-                    self._waiting.remove((load, turn))
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
                 self._admit()
             raise
 
@@ -47,24 +58,26 @@ class Admission:
         """Give `load`, or a part of it, back."""
         used = self.used
         self.used = Load(used.requests - load.requests, used.tokens - load.tokens, used.bytes - load.bytes)
+        if self.used.requests == 0:
+            self._alone = False
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            load, turn = self._waiting.popleft()
-            if turn.cancelled():
+        while self._waiting and self._fits(self._waiting[0]):
+            turn = self._waiting.popleft()
+            if turn.comes.cancelled():
                 continue
-            self._take(load)
-            turn.set_result(None)
+            used, load = self.used, turn.load
+            self.used = Load(used.requests + load.requests, used.tokens + load.tokens, used.bytes + load.bytes)
+            self._alone = turn.alone
+            turn.comes.set_result(None)
 
-    def _fits(self, load: Load) -> bool:
-        used, limit = self.used, self.limit
+    def _fits(self, turn: "Turn") -> bool:
+        used, limit, load = self.used, self.limit, turn.load
+        if self._alone or (turn.alone and used.requests):
+            return False
         return used == Load(0, 0, 0) or (
             used.requests + load.requests <= limit.requests
             and used.tokens + load.tokens <= limit.tokens
             and used.bytes + load.bytes <= limit.bytes
         )
-
-    def _take(self, load: Load) -> None:
-        used = self.used
-        self.used = Load(used.requests + load.requests, used.tokens + load.tokens, used.bytes + load.bytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tasks.dataset.rows import Row
-from tasks.errors import RowError, TransientPrefillError
+from tasks.errors import RowError, TransientPrefillError, WriteError
 from tasks.extraction.engine import PrefillEngine
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
@@ -33,8 +33,8 @@ def extract_batch(
 ) -> BatchResult:
     """Extract `rows` of a batch into its next shard and commit it.
 
-    Rows that cannot be had are named in the record and left for a later run. Raises ServerError if the server is gone
-    (nothing is committed then), LostLockError if another writer has taken the store.
+    Rows that cannot be had are named in the record, with the reason and whether a later try may heal them. Raises
+    ServerError if the server is gone (nothing is committed then), LostLockError if another writer has taken the store.
     """
     started = time.monotonic()
     part = next(number for number in itertools.count() if not record_path(store, batch, number).exists())
@@ -47,13 +47,13 @@ def extract_batch(
         engine.submit(row.number, row.input_ids): row for row in sorted(rows, key=lambda row: -len(row.input_ids))
     }
     try:
-        with ShardWriter(store.shard(batch, part), len(rows), captured.dtype, metadata) as writer:
+        with ShardWriter(store.shard(batch, part), len(rows), captured.dtype, metadata, lock.workspace) as writer:
             for future in as_completed(futures):
                 row = futures.pop(future)  # the future holds the dump's mapping: let go of it with the row
                 try:
                     dump = future.result()
                 except (RowError, TransientPrefillError) as error:
-                    failed.append(FailedRow(row.number, str(error)))
+                    failed.append(FailedRow(row.number, str(error), may_heal=not isinstance(error, RowError)))
                     engine.count(failed=1)
                     continue
                 try:
@@ -83,7 +83,13 @@ def extract_batch(
             written=written,
         )
         lock.check()  # again: a large shard takes seconds to become durable
-        write_record(store, record)
+        write_record(store, record, lock.workspace)
+    except OSError as error:
+        lock.check()  # who takes over removes the workspace of the writer before
+        raise WriteError(
+            f"{store.root} cannot be written: {error.strerror} ({error.filename or store.shard(batch, part)}). What "
+            "was committed stays: make room, and start the same command again."
+        ) from error
     finally:
         for future in futures:
             engine.discard(future)

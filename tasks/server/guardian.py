@@ -24,8 +24,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start(command: list[str], environment: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
-    """Run `command` under a guardian; closing the process's stdin, or the end of this process, ends it."""
-    with log.open("wb") as stream:
+    """Run `command` under a guardian; closing the process's stdin, or the end of this process, ends it.
+
+    Its output is added to `log`.
+    """
+    with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, __file__, *command],
             stdin=subprocess.PIPE,

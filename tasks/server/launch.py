@@ -8,6 +8,7 @@ import secrets
 import shlex
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tasks.server.ports import check_port, free_port
 
 TAIL_LINES, TAIL_BYTES = 25, 1 << 16  # of the server's log, shown when it dies
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception): .")  # the end of a traceback
-CONFIRM = 40.0  # seconds in which a server must answer after a failed request; a dying one ends its processes for 16
+DYING = 3.0  # seconds that a server whose scheduler has died may take to end itself
 OWNER = "owner.json"  # in a staging folder: the process whose it is
 FORGOTTEN = 3600.0  # seconds after which a dump in an attached server's staging is nobody's
 CPU_ENVIRONMENT = {
@@ -82,21 +83,69 @@ def shell_command(config: ExtractConfig, installation: Installation, layers: lis
 
 
 class ManagedServer:
-    """A server of ours: its process, its log, its staging folder. Ends with this process, whatever happens to it."""
+    """A server of ours: its process, its log, its staging folder. Ends with this process, whatever happens to it.
+
+    `staging` is another folder after each start: what a dead server left behind is never taken for a new one's.
+    """
 
     def __init__(self, config: ExtractConfig, installation: Installation, layers: list[int], log: Path):
         self.port = config.server.port or free_port()
         check_port(config.server.host, self.port, "server.port")
         self.url = f"http://{config.server.host}:{self.port}"
         self.log = log
-        self.staging = config.staging.path / f"server-{secrets.token_hex(6)}"
         self.start_timeout = config.server.start_timeout
         self.command = launch_command(config, installation, self.port)
+        self._config, self._layers = config, layers
+        self._new_staging()
         self.environment = launch_environment(config, self.staging, layers)
         self.process: subprocess.Popen[bytes] | None = None
+        self._lock, self._stopped = threading.Lock(), False
 
     def start(self) -> None:
         """Start the server and wait until it answers. Raises ServerError with the end of its log if it does not."""
+        self.log.unlink(missing_ok=True)
+        self._start()
+
+    def ailment(self, deadline: float) -> str | None:
+        """What is wrong with the server, with the end of its log; None if it answers a real prefill in time.
+
+        deadline: seconds.
+        """
+        if (code := self._exit_code()) is not None:
+            what = f"The server died with exit code {code}."
+        elif (failure := failed_prefill(self.url, deadline)) is None:
+            return None
+        else:
+            # A dying server takes seconds to end all its processes; its exit code says more than a refused prefill.
+            time.sleep(DYING)
+            code = self._exit_code()
+            what = f"The server died with exit code {code}." if code is not None else f"The server is stuck: {failure}."
+        return f"{what} Its log ({self.log}) ends with:\n{self.log_tail()}"
+
+    def restart(self) -> None:
+        """End what is left of the server and start it anew, in a new staging folder. Raises ServerError as `start`."""
+        self._end()
+        self._new_staging()
+        self.environment["DRILLCORE_CAPTURE"] = json.dumps(capture_settings(self._config, self.staging, self._layers))
+        self._start()
+
+    def check_alive(self) -> None:
+        """Raises ServerError with exit code and log tail if the server is gone."""
+        if (code := self._exit_code()) is not None:
+            raise ServerError(
+                f"The server died with exit code {code}. Its log ({self.log}) ends with:\n{self.log_tail()}"
+            )
+
+    def stop(self) -> None:
+        """End the server for good, with all its processes, and remove its staging folder."""
+        with self._lock:
+            self._stopped = True
+        self._end()
+
+    def _new_staging(self) -> None:
+        self.staging = self._config.staging.path / f"server-{secrets.token_hex(6)}"
+
+    def _start(self) -> None:
         try:
             self.staging.mkdir(mode=0o700, parents=True)
             write_json(self.staging / OWNER, identity())
@@ -104,44 +153,35 @@ class ManagedServer:
         except OSError as error:
             raise SetupError(f"{error.filename} cannot be written: {error.strerror} (staging.path).") from error
         logger.info("starting %s, log in %s", shlex.join(self.command), self.log)
-        self.process = guardian.start(self.command, self.environment, self.log)
+        with self._lock:
+            if self._stopped:  # meanwhile, by the thread that ends the run
+                raise ServerError("the server was ended")
+            self.process = guardian.start(self.command, self.environment, self.log)
         deadline = time.monotonic() + self.start_timeout
-        while not self._answers():
+        while not answers(self.url):
             self.check_alive()
+            if self._stopped:
+                raise ServerError("the server was ended")
             if time.monotonic() > deadline:
                 tail = self.log_tail()
-                self.stop()
+                self._end()
                 raise ServerError(
                     f"The server did not answer within {self.start_timeout:.0f} s (server.start_timeout). Its log "
                     f"({self.log}) ends with:\n{tail}"
                 )
             time.sleep(0.25)
 
-    def check_alive(self) -> None:
-        """Raises ServerError with exit code and log tail if the server is gone."""
-        code = self.process.poll() if self.process else None
-        if code is not None:
-            raise ServerError(
-                f"The server died with exit code {code}. Its log ({self.log}) ends with:\n{self.log_tail()}"
-            )
+    def _exit_code(self) -> int | None:
+        return self.process.poll() if self.process else None
 
-    def confirm_alive(self) -> None:
-        """After a failed request: raises ServerError unless the server answers again soon."""
-        deadline = time.monotonic() + CONFIRM
-        while not self._answers():
-            self.check_alive()
-            if time.monotonic() > deadline:
-                raise ServerError(f"The server stopped answering. Its log ({self.log}) ends with:\n{self.log_tail()}")
-            time.sleep(0.5)
-
-    def stop(self) -> None:
-        """End the server with all its processes and remove its staging folder."""
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
+    def _end(self) -> None:
+        process = self.process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
             try:
-                self.process.wait(timeout=4 * guardian.GRACE)
+                process.wait(timeout=4 * guardian.GRACE)
             except subprocess.TimeoutExpired:
-                logger.warning("the server (guardian %d) is still ending", self.process.pid)
+                logger.warning("the server (guardian %d) is still ending", process.pid)
             self.process = None
         shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -157,23 +197,34 @@ class ManagedServer:
         shown = [*first_error, *(["..."] if first_error else []), *lines[-TAIL_LINES:]]
         return "\n".join(f"  | {line[:300]}" for line in shown)
 
-    def _answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/model_info", timeout=5, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
-
 
 class AttachedServer:
     """A server that somebody else runs. Only its address and its staging folder are ours to use."""
 
-    def __init__(self, url: str, staging: Path):
+    def __init__(self, url: str, staging: Path, patience: float = 60):
+        """patience: seconds in which somebody else may have it back when it is lost."""
         self.url = url.rstrip("/")
         self.staging = staging
+        self.patience = patience
 
     def start(self) -> None:
         """Raises ServerError if nobody answers."""
         self.check_alive()
+
+    def ailment(self, deadline: float) -> str | None:
+        """What is wrong with the server; None if it answers a real prefill in time. deadline: seconds."""
+        failure = failed_prefill(self.url, deadline)
+        return failure and f"The server at {self.url} does not answer a prefill: {failure} (server.url)."
+
+    def restart(self) -> None:
+        """Wait until somebody else has restarted it. Raises ServerError if nobody does."""
+        deadline = time.monotonic() + self.patience
+        while not answers(self.url):
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"The server at {self.url} did not come back within {self.patience:.0f} s (server.url)."
+                )
+            time.sleep(0.5)
 
     def check_alive(self) -> None:
         """Raises ServerError if the server does not answer."""
@@ -182,15 +233,29 @@ class AttachedServer:
         except httpx.HTTPError as error:
             raise ServerError(f"The server at {self.url} does not answer: {error} (server.url).") from error
 
-    def confirm_alive(self) -> None:
-        """After a failed request: raises ServerError unless the server answers."""
-        self.check_alive()
-
     def stop(self) -> None:
         """Nothing to end: the server is not ours."""
 
 
 Server = ManagedServer | AttachedServer
+
+
+def answers(url: str) -> bool:
+    """Whether a server is there, loaded or busy."""
+    try:
+        return httpx.get(f"{url}/model_info", timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def failed_prefill(url: str, deadline: float) -> str | None:
+    """Send a real prefill of one token: None if it is answered within `deadline` seconds, or what came instead."""
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    try:
+        answer = httpx.post(f"{url}/generate", json=body, timeout=deadline, trust_env=False)
+    except httpx.TransportError as error:
+        return f"{type(error).__name__} {error}".strip()
+    return None if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
 
 
 def remove_leftovers(staging: Path) -> list[str]:

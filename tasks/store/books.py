@@ -23,6 +23,8 @@ class Books:
     states: list[str]
     reasons: list[str]
     shards: list[str | None]
+    final: frozenset[int]
+    """Failed rows that no other try can heal."""
     problems: list[str]
     """Contradictions between plan and records."""
 
@@ -30,11 +32,20 @@ class Books:
         """Rows by final state."""
         return {state: self.states.count(state) for state in STATES}
 
+    def rows(self, state: str) -> list[int]:
+        """The rows in this state, in order."""
+        return [row for row, found in enumerate(self.states) if found == state]
+
+    def due(self) -> set[int]:
+        """The rows that a resumed run extracts: never tried, lost, or failed in a way that may heal."""
+        return {*self.rows(MISSING), *self.rows(FAILED)} - self.final
+
 
 def balance(plan: Plan, records: list[Record]) -> Books:
     """Find each row of the plan in the records."""
     states, reasons = [MISSING] * len(plan), ["not extracted yet"] * len(plan)
     shards: list[str | None] = [None] * len(plan)
+    final: set[int] = set()
     problems: list[str] = []
     for row in np.flatnonzero(plan.action == ACTIONS.index(SKIP)).tolist():
         states[row], reasons[row] = SKIPPED, plan.reason[row]
@@ -44,16 +55,25 @@ def balance(plan: Plan, records: list[Record]) -> Books:
         if strange := [row for row in listed if not 0 <= row < len(plan) or plan.batch[row] != record.batch]:
             problems.append(f"record {name} lists rows that the plan does not have in that batch: {strange[:5]}")
             continue
+        if len(set(listed)) < len(listed):
+            problems.append(f"record {name} lists a row more than once")
         for failure in record.failed:
             if states[failure.row] in (MISSING, FAILED):  # a later part may have it, and an earlier one may have had
                 states[failure.row], reasons[failure.row] = FAILED, failure.reason
+                (final.discard if failure.may_heal else final.add)(failure.row)
         for stored in record.rows:
             row = stored.row
             if states[row] not in (MISSING, FAILED):
                 problems.append(f"row {row} is in the books twice, again in record {name}")
             states[row] = TRUNCATED if ACTIONS[plan.action[row]] == TRUNCATE else DONE
             reasons[row], shards[row] = plan.reason[row], record.file
-    return Books(states, reasons, shards, problems)
+            final.discard(row)
+    problems += [
+        f"row {row} is {state} without a reason"
+        for row, state in enumerate(states)
+        if state not in (DONE, MISSING) and not reasons[row]
+    ]
+    return Books(states, reasons, shards, frozenset(final), problems)
 
 
 def write_ledger(path: Path, plan: Plan, books: Books) -> None:
@@ -64,6 +84,10 @@ def write_ledger(path: Path, plan: Plan, books: Books) -> None:
             "id": pa.array(plan.id, pa.string()),
             "state": pa.array(books.states).dictionary_encode(),
             "reason": pa.array(books.reasons, pa.string()),
+            "may_heal": pa.array(
+                [row not in books.final if state == FAILED else None for row, state in enumerate(books.states)],
+                pa.bool_(),
+            ),
             "tokens": plan.tokens,
             "input_tokens": plan.input_tokens,
             "shard": pa.array(books.shards, pa.string()),

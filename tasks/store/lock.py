@@ -1,21 +1,36 @@
-"""One writer a store: a lock file with owner and heartbeat. No flock, which NFS does not keep."""
+"""One writer a store: a lock file with owner and heartbeat. No flock, which NFS does not keep.
 
+Whether an owner lives is never judged by a clock of another host. One on this host is looked up by its process; one
+elsewhere is watched: a lock that does not change for STALE seconds, by the watcher's own clock, is a dead writer's.
+
+Such a writer may only have been paused, and it may wake up between its last look at the lock and a rename. So each
+writer has a workspace, a folder beside the lock, and what it writes gets its final name by a rename out of it, the
+heartbeat too. Who takes over removes the workspaces of all others before anything else: from then on no rename of
+theirs can succeed, at whatever point they were paused.
+"""
+
+import errno
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tasks.errors import LostLockError, OutputError
-from tasks.files import write_json
-from tasks.processes import identity, is_dead, seconds_since
+from tasks.processes import identity, is_dead
 
 HEARTBEAT = 15.0  # seconds between two signs of life
-STALE = 120.0  # seconds without one after which an owner elsewhere counts as dead
-FIELDS = {"owner", "host", "world", "pid", "started", "heartbeat"}
+# Seconds without one after which an owner elsewhere counts as dead: more than a heartbeat and the 60 s for which an NFS
+# client may go on showing what a file was (acregmax, acdirmax in nfs(5)).
+STALE = 120.0
+LOOK = 1.0  # seconds between two looks at a lock that is watched
+REMOVAL = 10.0  # seconds in which a workspace must be gone, while its owner may still be adding files
+FIELDS = {"owner", "host", "world", "pid", "started", "since", "beat"}
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +41,26 @@ class WriterLock:
     def __init__(self, path: Path):
         self.path = path
         self.owner = uuid.uuid4().hex
+        self.workspace = path.with_name(f"{path.name}.{self.owner}.work")
+        """Where files of this writer lie until a rename gives them their final names; there while the lock is held."""
+        self._content: dict[str, Any] = {
+            "owner": self.owner,
+            **identity(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
 
     def __enter__(self) -> "WriterLock":
-        """Take the lock. Raises OutputError naming the owner if another writer is alive."""
+        """Take the lock. Raises OutputError naming the owner if another writer is alive.
+
+        Where the owner is on another host, or in another container, that takes up to STALE seconds.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._create():
-                self._take_over()
+            while not self._create():
+                self._remove_dead_lock()
+            self._shut_out_others()
         except OSError as error:
             raise OutputError(f"{self.path.parent} cannot be written: {error.strerror} (output.path).") from error
         self._thread.start()
@@ -43,84 +69,166 @@ class WriterLock:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
-        if _owner_of(self.path) == self.owner:
-            self.path.unlink(missing_ok=True)
+        self._release()
 
     def check(self) -> None:
         """Raises LostLockError if another writer holds the lock by now, or nobody does."""
-        if _owner_of(self.path) != self.owner:
+        if not self.workspace.is_dir() or _owner_of(self.path) != self.owner:
             raise LostLockError(f"{self.path.parent} was taken over by another writer; this run commits nothing more.")
 
-    def _take_over(self) -> None:
-        owner = _read(self.path)
-        if owner is not None and not _gone(owner):
-            raise OutputError(
-                f"{self.path.parent} is being written by process {owner['pid']} on {owner['host']} (last sign of life "
-                f"{seconds_since(owner['heartbeat']):.0f} s ago). Wait for it, or end it and try again."
-            )
+    def _create(self) -> bool:
+        """Put a lock with all its content in place, unless there is one."""
+        draft = self.path.with_name(f"{self.path.name}.{self.owner}.new")
+        draft.write_text(self._text(0))
+        try:
+            os.link(draft, self.path)
+        except OSError as error:
+            # Over NFS a link that was made may be answered with an error; the number of links tells (open(2), O_EXCL).
+            if draft.stat().st_nlink == 1:
+                if isinstance(error, FileExistsError):
+                    return False
+                raise
+        finally:
+            draft.unlink(missing_ok=True)
+        return True
+
+    def _remove_dead_lock(self) -> None:
+        """Take the present lock out of the way if its owner is dead; raises OutputError if it lives."""
+        found = _read(self.path)
+        if found is None or not self._is_abandoned(found):
+            return
         # Of two that find a dead owner, one moves its lock aside first; the other one's rename fails.
-        aside = self.path.with_name(f"{self.path.name}.{self.owner}")
+        aside = self.path.with_name(f"{self.path.name}.{self.owner}.old")
         try:
             os.rename(self.path, aside)
-            moved = _read(aside)
-            if moved == owner and self._create():
-                logger.warning("took over %s from a writer that died", self.path.parent)
-                return
-            if moved != owner:  # the other one was faster, and this is its new lock: put it back
+            if _read(aside) == found:
+                logger.warning("taking over %s from a writer that died", self.path.parent)
+            else:  # the other one was faster, and this is its new lock: put it back
                 os.link(aside, self.path)
         except (FileNotFoundError, FileExistsError):
             pass
         finally:
             aside.unlink(missing_ok=True)
-        raise OutputError(f"{self.path.parent} was taken by another writer just now. Try again.")
 
-    def _create(self) -> bool:
-        """Put a lock with all its content in place, unless there is one."""
-        draft = self.path.with_name(f"{self.path.name}.{self.owner}.new")
-        draft.write_text(json.dumps(self._content()))
+    def _is_abandoned(self, found: bytes) -> bool:
+        """Whether the owner of the lock with this content is dead; False if the lock became another one meanwhile."""
+        owner = _parse(found)
+        dead = is_dead(owner) if owner else None
+        if dead is None:
+            logger.warning(
+                "%s has a lock of %s, which cannot be looked up from here: watching it for %.0f s",
+                *(self.path.parent, _name(owner), STALE),
+            )
+            changed = self._wait_for_change(found)
+            if changed == found:
+                return True
+            after = _parse(changed) if changed else None
+            if owner is None or after is None or after["owner"] != owner["owner"]:
+                return False
+        elif dead:
+            return True
+        raise OutputError(
+            f"{self.path.parent} is being written by {_name(owner)}, which is alive. Wait for it, or end it and "
+            "try again."
+        )
+
+    def _wait_for_change(self, found: bytes) -> bytes | None:
+        """What the lock is after STALE seconds, or as soon as it is not `found` any more."""
+        deadline = time.monotonic() + STALE
+        while (now := _read(self.path)) == found and time.monotonic() < deadline:
+            time.sleep(LOOK)
+        return now
+
+    def _shut_out_others(self) -> None:
+        """Make our workspace and remove all others. Raises OutputError if the lock was lost meanwhile."""
+        self.workspace.mkdir()
         try:
-            os.link(draft, self.path)
-        except FileExistsError:
-            return False
-        finally:
-            draft.unlink()
-        return True
+            for workspace in self.path.parent.glob(f"{self.path.name}.*.work"):
+                if workspace != self.workspace:
+                    _remove(workspace)
+            self.check()  # a heartbeat that was on its way may have put the old lock back
+        except LostLockError as error:
+            self._release()
+            raise OutputError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
+        except BaseException:
+            self._release()
+            raise
 
-    def _content(self) -> dict[str, Any]:
-        return {"owner": self.owner, "heartbeat": time.time(), **identity()}
+    def _release(self) -> None:
+        if _owner_of(self.path) == self.owner:
+            try:
+                # Not unlink: were the lock another's by now, our workspace would be gone, and the rename fail.
+                os.rename(self.path, self.workspace / "released")
+            except OSError as error:
+                logger.warning("the lock %s could not be given back: %s", self.path, error)
+        shutil.rmtree(self.workspace, ignore_errors=True)
+
+    def _text(self, beat: int) -> str:
+        return json.dumps(self._content | {"beat": beat})
 
     def _beat(self) -> None:
+        beat = 0
         while not self._stop.wait(HEARTBEAT):
+            beat += 1
             try:
                 self.check()
-                write_json(self.path, self._content())
+                draft = self.workspace / self.path.name
+                draft.write_text(self._text(beat))
+                os.replace(draft, self.path)
             except LostLockError:
                 return
             except OSError as error:
                 logger.warning("the heartbeat of %s failed: %s", self.path, error)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A lock's content; None if it is no lock. Raises OSError where the file cannot be read now."""
+def _read(path: Path) -> bytes | None:
+    """The bytes of a lock; None if there is none at this moment."""
     try:
-        value = json.loads(path.read_bytes())
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # NFS: replaced between opening and reading
+            return None
+        raise
+
+
+def _parse(content: bytes) -> dict[str, Any] | None:
+    """What a lock says; None if it is not one of ours."""
+    try:
+        value = json.loads(content)
     except ValueError:
         return None
     return value if isinstance(value, dict) and set(value) >= FIELDS else None
 
 
+def _name(owner: dict[str, Any] | None) -> str:
+    if owner is None:
+        return "an unknown writer"
+    return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
+
+
 def _owner_of(path: Path) -> str | None:
     """Who holds the lock; None where nobody does, also not a moment later: a take-over that fails puts it back."""
     for pause in (0.05, 0.2, None):
-        try:
-            found = _read(path)
-            return found["owner"] if found else None
-        except FileNotFoundError:
-            if pause is not None:
-                time.sleep(pause)
+        if (content := _read(path)) is not None:
+            owner = _parse(content)
+            return owner["owner"] if owner else None
+        if pause is not None:
+            time.sleep(pause)
     return None
 
 
-def _gone(owner: dict[str, Any]) -> bool:
-    dead = is_dead(owner)
-    return seconds_since(owner["heartbeat"]) > STALE if dead is None else dead
+def _remove(workspace: Path) -> None:
+    """Remove another writer's workspace for good: it may be adding files to it at this moment."""
+    deadline = time.monotonic() + REMOVAL
+    while True:
+        try:
+            for file in workspace.iterdir():
+                file.unlink(missing_ok=True)
+            workspace.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline:
+                raise

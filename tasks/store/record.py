@@ -26,10 +26,13 @@ class RowRecord:
 
 @dataclass(frozen=True)
 class FailedRow:
-    """A row of the batch that could not be extracted, and why. A later run tries it again."""
+    """A row of the batch that could not be extracted, and why."""
 
     row: int
     reason: str
+    may_heal: bool = True
+    """Whether another try may succeed, so that a resumed run makes it; a row that the server refused is refused again.
+    Records of before this field was kept say nothing: their rows are tried again."""
 
 
 @dataclass(frozen=True)
@@ -59,51 +62,56 @@ def record_path(store: Store, batch: int, part: int) -> Path:
     return store.shard(batch, part).with_suffix(".json")
 
 
-def write_record(store: Store, record: Record) -> None:
-    """Commit a shard that lies under its final name already."""
-    write_json(record_path(store, record.batch, record.part), {"format": FORMAT, **asdict(record)})
+def record_paths(store: Store) -> list[Path]:
+    """All commit records, by name."""
+    return sorted(store.shards.glob("[0-9]*.json"))
+
+
+def write_record(store: Store, record: Record, workspace: Path | None = None) -> None:
+    """Commit a shard that lies under its final name already; workspace: the writer's, see WriterLock."""
+    write_json(record_path(store, record.batch, record.part), {"format": FORMAT, **asdict(record)}, workspace)
 
 
 def read_record(path: Path) -> Record:
-    """Raises StoreError if the record is damaged."""
+    """Raises StoreError if the record is damaged, or is not the one that its name says."""
+    record = read_whole_record(path)
+    if record is None:
+        raise StoreError(f"The commit record {path} is damaged: it is no JSON. `extract` extracts its rows again.")
+    return record
+
+
+def read_whole_record(path: Path) -> Record | None:
+    """The record, or None if only a part of it was ever written. Raises StoreError if it is damaged otherwise.
+
+    What is complete and still wrong was made by another version or by hand: a person must decide.
+    """
     try:
         value = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    except OSError as error:
+        raise StoreError(f"The commit record {path} cannot be read: {error.strerror}.") from error
+    try:
         if value.pop("format") != FORMAT:
             raise ValueError(f"not of the format {FORMAT}")
         value["rows"] = [RowRecord(**row) for row in value["rows"]]
         value["failed"] = [FailedRow(**row) for row in value["failed"]]
-        return Record(**value)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        record = Record(**value)
+        shard = Store(path.parents[1]).shard(record.batch, record.part).name
+        if shard != path.with_suffix(".safetensors").name or record.file not in (None, shard):
+            raise ValueError(f"it is that of batch {record.batch}, part {record.part}, in {record.file}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"The commit record {path} is damaged: {error}. Delete it to extract its rows again."
         ) from error
+    return record
 
 
 def read_records(store: Store) -> list[Record]:
     """All commit records by batch and part, the state of the store. Raises StoreError for a damaged one."""
-    records = [read_record(path) for path in store.shards.glob("[0-9]*.json")]
+    return in_order([read_record(path) for path in record_paths(store)])
+
+
+def in_order(records: list[Record]) -> list[Record]:
+    """By batch and part: what a later part says of a row wins."""
     return sorted(records, key=lambda record: (record.batch, record.part))
-
-
-def usable_records(store: Store, fingerprint: str) -> list[Record]:
-    """The records whose shard is there with the recorded size. A record without its shard does not count.
-
-    Raises StoreError for a record of another extraction.
-    """
-    usable = []
-    for record in read_records(store):
-        if record.fingerprint != fingerprint:
-            raise StoreError(
-                f"{record_path(store, record.batch, record.part)} belongs to another extraction "
-                f"({record.fingerprint[:12]}, this one is {fingerprint[:12]}). Move it out of the store."
-            )
-        if record.file is None:
-            usable.append(record)
-            continue
-        try:
-            size = (store.shards / record.file).stat().st_size
-        except FileNotFoundError:
-            continue
-        if size == record.bytes:
-            usable.append(record)
-    return usable

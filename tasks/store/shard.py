@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.files import checksum_of, sync_directory
+from tasks.files import checksum_of, sync_directory, temporary_for
 from tasks.model import ITEMSIZE
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -41,10 +41,10 @@ def row_bytes(tokens: int, states: int, hidden_size: int, itemsize: int) -> int:
 class ShardWriter:
     """One shard on its way. Use as a context manager: what is not finished is removed."""
 
-    def __init__(self, path: Path, rows: int, dtype: str, metadata: dict[str, str]):
-        """path: the final name; rows: how many may be added at most; dtype: of the states."""
+    def __init__(self, path: Path, rows: int, dtype: str, metadata: dict[str, str], workspace: Path | None = None):
+        """path: the final name; rows: how many may be added at most; dtype: of the states; workspace: the writer's."""
         self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.temporary = temporary_for(path, workspace)
         self.dtype = DTYPES[dtype]
         self.itemsize = ITEMSIZE[dtype]
         self.room = (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8

@@ -216,6 +216,8 @@ class FakeSGLang:
     answers: dict[int, list[Answer]] = field(default_factory=dict)
     rids: list[str] = field(default_factory=list)
     """The ids of all requests, in the order in which they came."""
+    health: Callable[[], bool] = lambda: True
+    """Whether a prefill that is not the extraction's is answered."""
 
     def __enter__(self) -> "FakeSGLang":
         fake = self
@@ -230,7 +232,7 @@ class FakeSGLang:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                answer = fake.answer(body)
+                answer = fake.answer(body) if "rid" in body else (200, {}) if fake.health() else None
                 if answer is None:
                     self.close_connection = True
                 else:

@@ -206,3 +206,27 @@ def test_a_row_cancelled_just_before_it_would_be_admitted_takes_nothing() -> Non
         admission.leave(Load(1, 200, 10))
 
     run(test)
+
+
+def test_who_wants_to_be_alone_goes_first_when_the_others_have_left_and_keeps_them_out() -> None:
+    async def scenario() -> None:
+        admission = Admission(Load(4, 100, 100))
+        one = Load(1, 10, 10)
+        await admission.enter(one)
+        await admission.enter(one)
+        alone = asyncio.create_task(admission.enter(one, alone=True))
+        next_one = asyncio.create_task(admission.enter(one))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not next_one.done(), "nobody passes one who waits to be alone"
+        admission.leave(one)
+        await asyncio.sleep(0)
+        assert not alone.done()
+        admission.leave(Load(1, 10, 0))  # its dump is still in staging
+        await asyncio.wait_for(alone, 1)
+        await asyncio.sleep(0)
+        assert not next_one.done()
+        admission.leave(one)
+        await asyncio.wait_for(next_one, 1)
+
+    asyncio.run(scenario())

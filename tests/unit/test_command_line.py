@@ -11,7 +11,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from flows import run
 from flows.__main__ import main
+from flows.summary import Summary
 from tasks.store.layout import Store, create_store
 
 VOCAB = 100
@@ -174,3 +176,57 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one(
 def test_verifying_a_directory_that_is_no_store_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 1
     assert "holds no extraction: there is no extraction.json" in capsys.readouterr().err
+
+
+def failed_summary(tmp_path: Path, failed: int) -> Summary:
+    return Summary(
+        rows={"done": 5, "truncated": 0, "skipped": 0, "failed": failed},
+        tokens=15,
+        bytes=1234,
+        shards=3,
+        digest="d" * 64,
+        output=tmp_path / "output",
+        extracted_rows=5,
+        extracted_tokens=15,
+        seconds=1.0,
+        reextracted=0,
+        mlflow_run=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameters"),
+    [
+        (["extract"], {"only_failed": False, "deep": False}),
+        (["extract", "--deep"], {"only_failed": False, "deep": True}),
+        (["retry-failed"], {"only_failed": True, "deep": False}),
+    ],
+    ids=" ".join,
+)
+def test_each_command_starts_the_flow_for_its_rows_and_says_what_failed(
+    values: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    parameters: dict[str, bool],
+) -> None:
+    started: list[dict[str, bool]] = []
+
+    def pretend_to_run(flow: Any, config: Any, port: int | None, **parameters: bool) -> Summary:
+        started.append(parameters)
+        return failed_summary(tmp_path, failed=1)
+
+    monkeypatch.setattr(run, "run_with_prefect", pretend_to_run)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    command, *options = arguments
+    assert main([command, str(config), *options]) == 0
+    assert started == [parameters]
+    printed = capsys.readouterr().out
+    assert f"failed     1 rows; the reasons are in {tmp_path / 'output/ledger.parquet'}" in printed
+    assert f"to try them again: python -m flows retry-failed {config}" in printed
+
+
+def test_a_summary_without_failures_names_no_retry(tmp_path: Path) -> None:
+    assert "retry-failed" not in failed_summary(tmp_path, failed=0).text(Path("config.yaml"))

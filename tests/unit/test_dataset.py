@@ -102,7 +102,7 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
 
 def test_a_file_in_which_every_line_is_skipped_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", ["x", "y"])
-    assert "has no row to extract: 2 lines, all skipped" in refusal(path, on_invalid="skip")
+    assert "has no row to extract: 2 rows, all skipped" in refusal(path, on_invalid="skip")
 
 
 def test_an_over_long_row_fails_by_default(tmp_path: Path) -> None:

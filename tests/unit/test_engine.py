@@ -1,5 +1,6 @@
 """The engine and the batches on it, with every fault of a server: what is retried, what is not, what is left behind."""
 
+import errno
 import os
 import subprocess
 import threading
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from tasks.config import ExtractionConfig
 from tasks.dataset.rows import Row
-from tasks.errors import LostLockError, RowError, ServerError, TransientPrefillError
+from tasks.errors import LostLockError, RowError, ServerError, TransientPrefillError, WriteError
 from tasks.extraction import engine as engine_module
 from tasks.extraction.admission import Load
 from tasks.extraction.batch import BatchResult, extract_batch
@@ -338,19 +339,17 @@ def test_a_closed_engine_gives_every_future_the_reason(fake: FakeSGLang, gate: t
         assert_idle(engine, fake)
 
 
-def test_many_failures_in_a_row_are_an_error_of_the_server(
-    engine: PrefillEngine, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "MOST_FAILURES_IN_A_ROW", 3)
+def test_many_failures_in_a_row_are_an_error_of_the_server(fake: FakeSGLang) -> None:
     fake.answers = {row: [status(400, "no")] for row in (0, 1, 3, 4, 5)}
-    for row, error in enumerate((RowError, RowError, None, RowError, RowError, ServerError)):
-        future = engine.submit(row, IDS)
-        if error is None:  # a success in between: it is the rows, not the server
-            engine.release(future.result(5))
-        else:
-            assert type(future.exception(5)) is error
-    assert "3 rows failed one after the other, at last: the server refused the row" in str(future.exception())
-    assert_idle(engine, fake)
+    with engine_on(fake, max_failures_in_a_row=3) as engine:
+        for row, error in enumerate((RowError, RowError, None, RowError, RowError, ServerError)):
+            future = engine.submit(row, IDS)
+            if error is None:  # a success in between: it is the rows, not the server
+                engine.release(future.result(5))
+            else:
+                assert type(future.exception(5)) is error
+        assert "3 rows failed one after the other, at last: the server refused the row" in str(future.exception())
+        assert_idle(engine, fake)
 
 
 def test_what_is_given_back_after_the_engine_was_left_is_no_error(fake: FakeSGLang) -> None:
@@ -455,6 +454,25 @@ def test_a_batch_becomes_a_shard_and_its_record(
     assert (engine.progress.rows, engine.progress.tokens, engine.progress.failed) == (3, 13, 0)
     assert engine.progress.bytes == 13 * 3 * HIDDEN * 2
     assert_idle(engine, fake)
+
+
+def test_a_shard_that_cannot_be_written_is_a_named_error_and_the_next_try_stores_it(
+    engine: PrefillEngine, fake: FakeSGLang, store: Store, lock: WriterLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake: the file system that is full when the shard is made durable."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rows = [sample(20, 3), sample(21, 9)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(WriteError, match=r"cannot be written: No space left on device .* make room, and start"):
+            extract_batch(0, rows, engine, store, "f", lock)
+    assert list(store.shards.iterdir()) == []
+    assert_idle(engine, fake)
+    extract_batch(0, rows, engine, store, "f", lock)
+    assert_stored(store, "000000.safetensors", rows)
 
 
 def test_a_failing_row_is_named_and_the_others_are_stored(

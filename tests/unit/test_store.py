@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from tasks.errors import OutputError, StoreError
 from tasks.files import checksum_of
 from tasks.server.dumps import Captured
+from tasks.store.inspection import NOTHING, inspect_store, remove_remains
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of, read_extraction
-from tasks.store.record import FailedRow, Record, RowRecord, read_records, record_path, usable_records, write_record
+from tasks.store.record import FailedRow, Record, RowRecord, read_records, record_path, write_record
 from tasks.store.shard import ShardWriter, row_bytes, tensor_name
 from tests.unit.helpers import CAPTURED, HIDDEN, SmallStore, make_store, new_store, random_states, raw
 
@@ -132,8 +133,19 @@ def test_parts_of_a_batch_have_names_of_their_own() -> None:
 
 def record(batch: int = 3, part: int = 0) -> Record:
     rows = [RowRecord(5, 2, [0.5, 1.25, 2.0], [0, 0, 0]), RowRecord(6, 9, [0.1, 1 / 3, 7e-5], [0, 0, 1])]
-    failed = [FailedRow(7, 'refused: "Länge"')]
-    return Record("f" * 64, batch, part, "000003.safetensors", 77, "ab" * 16, "raw", rows, failed, {"by": "host:1"})
+    failed = [FailedRow(7, 'refused: "Länge"', may_heal=False), FailedRow(8, "HTTP 503")]
+    return Record(
+        "f" * 64,
+        batch,
+        part,
+        Store(Path()).shard(batch, part).name,
+        77,
+        "ab" * 16,
+        "raw",
+        rows,
+        failed,
+        {"by": "host:1"},
+    )
 
 
 def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -148,14 +160,11 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
         "[]",
         "{}",
         '{"format": "drillcore.shard/2"}',
         '{"format": "drillcore.shard/1", "rows": [], "failed": []}',
         '{"format": "drillcore.shard/1", "rows": [{"row": 1}], "failed": []}',
-        "\x00\x00\x00\x00",
     ],
 )
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
@@ -165,31 +174,123 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
         read_records(store)
 
 
-def test_a_store_without_faults_has_only_usable_records(small: SmallStore) -> None:
-    records = usable_records(small.store, small.fingerprint)
-    assert [(one.batch, [row.row for row in one.rows]) for one in records] == [(0, [0, 1]), (1, [2, 3]), (2, [5, 6])]
+def batches_of(small: SmallStore, deep: bool = False) -> list[int]:
+    """The batches of the records that count."""
+    return [one.batch for one in inspect_store(small.store, small.fingerprint, deep).records]
 
 
-def test_a_record_whose_shard_is_missing_does_not_count(small: SmallStore) -> None:
+def files_of(store: Store) -> list[str]:
+    return sorted(path.name for path in store.shards.iterdir())
+
+
+ALL_FILES = [f"00000{batch}.{ending}" for batch in range(3) for ending in ("json", "safetensors")]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_in_a_store_without_faults_every_record_counts(small: SmallStore, deep: bool) -> None:
+    found = inspect_store(small.store, small.fingerprint, deep)
+    assert [[row.row for row in one.rows] for one in found.records] == [[0, 1], [2, 3], [5, 6]]
+    assert (found.damaged, found.unfinished, found.problems(small.store)) == ([], [], [])
+    remove_remains(small.store, found)
+    assert files_of(small.store) == ALL_FILES
+
+
+def test_a_record_whose_shard_is_missing_does_not_count_and_is_removed(small: SmallStore) -> None:
     small.store.shard(1, 0).unlink()
-    assert [one.batch for one in usable_records(small.store, small.fingerprint)] == [0, 2]
+    found = inspect_store(small.store, small.fingerprint)
+    assert [one.batch for one in found.records] == [0, 2]
+    assert found.problems(small.store) == ["000001.safetensors is not what its commit record says"]
+    remove_remains(small.store, found)
+    assert files_of(small.store) == [name for name in ALL_FILES if "000001" not in name]
 
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_record_whose_shard_has_another_size_does_not_count(small: SmallStore, change: int) -> None:
     path = small.store.shard(1, 0)
     path.write_bytes((path.read_bytes() + b"x")[: path.stat().st_size + change])
-    assert [one.batch for one in usable_records(small.store, small.fingerprint)] == [0, 2]
+    assert batches_of(small) == [0, 2]
+
+
+def test_a_flipped_byte_is_found_by_a_deep_look_only(small: SmallStore, capfd: pytest.CaptureFixture[str]) -> None:
+    path = small.store.shard(1, 0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert batches_of(small) == [0, 1, 2]
+    assert capfd.readouterr().err == ""
+    found = inspect_store(small.store, small.fingerprint, deep=True)
+    assert ([one.batch for one in found.records], [one.batch for one in found.damaged]) == ([0, 2], [1])
+    total = sum(path.stat().st_size for path in small.store.shards.glob("*.safetensors"))
+    assert (
+        f"checksums  {total / 1024:.1f} KiB of {total / 1024:.1f} KiB read, 1 shards damaged" in capfd.readouterr().err
+    )
+    remove_remains(small.store, found)
+    assert files_of(small.store) == [name for name in ALL_FILES if "000001" not in name]
+
+
+@pytest.mark.parametrize("size", [0, 1, 300, -2])
+def test_a_half_written_record_does_not_count_and_is_removed_with_its_shard(small: SmallStore, size: int) -> None:
+    path = small.record_path(2)
+    path.write_bytes(path.read_bytes()[:size])
+    found = inspect_store(small.store, small.fingerprint)
+    assert [one.batch for one in found.records] == [0, 2]
+    assert found.problems(small.store) == ["000001.json, a commit record, is half written"]
+    with pytest.raises(StoreError, match=r"000001\.json is damaged: it is no JSON"):
+        read_records(small.store)
+    remove_remains(small.store, found)
+    assert files_of(small.store) == [name for name in ALL_FILES if "000001" not in name]
+
+
+def test_a_record_that_was_preallocated_and_never_filled_does_not_count(small: SmallStore) -> None:
+    small.record_path(2).write_bytes(b"\x00" * 200)
+    assert batches_of(small) == [0, 2]
+
+
+def test_a_shard_without_a_record_does_not_count_and_is_removed(small: SmallStore) -> None:
+    small.record_path(2).unlink()
+    write_shard(small.store.shard(2, 1), {5: 2})
+    (small.store.shards / ".000009.safetensors.17.tmp").write_text("x")
+    (small.store.root / ".manifest.json.17.tmp").write_text("x")
+    found = inspect_store(small.store, small.fingerprint)
+    assert [one.batch for one in found.records] == [0, 2]
+    remove_remains(small.store, found)
+    assert files_of(small.store) == [name for name in ALL_FILES if "000001" not in name]
+    assert not (small.store.root / ".manifest.json.17.tmp").exists()
 
 
 def test_a_record_of_failed_rows_only_counts_without_a_shard(small: SmallStore) -> None:
     write_record(small.store, replace(record(7), file=None, rows=[], fingerprint=small.fingerprint))
-    assert [one.batch for one in usable_records(small.store, small.fingerprint)] == [0, 1, 2, 7]
+    assert batches_of(small) == batches_of(small, deep=True) == [0, 1, 2, 7]
 
 
 def test_a_record_of_another_extraction_is_an_error(small: SmallStore) -> None:
-    with pytest.raises(StoreError, match=r"000000\.json belongs to another extraction"):
-        usable_records(small.store, "0" * 64)
+    with pytest.raises(StoreError, match=r"000000\.json belongs to another extraction .*Move it out of the store"):
+        inspect_store(small.store, "0" * 64)
+
+
+def test_a_record_under_the_name_of_another_batch_is_an_error(small: SmallStore) -> None:
+    copy = record_path(small.store, 5, 0)
+    copy.write_bytes(small.record_path(0).read_bytes())
+    with pytest.raises(
+        StoreError, match=r"000005\.json is damaged: it is that of batch 0, part 0, in 000000\.safetensors"
+    ):
+        inspect_store(small.store, small.fingerprint)
+
+
+def test_a_record_never_names_a_file_elsewhere(small: SmallStore) -> None:
+    write_record(small.store, replace(read_records(small.store)[0], file="../../dataset.jsonl"))
+    with pytest.raises(StoreError, match=r"000000\.json is damaged"):
+        inspect_store(small.store, small.fingerprint)
+
+
+def test_two_looks_see_the_same_files_unless_somebody_wrote(small: SmallStore) -> None:
+    path = small.store.shard(1, 0)
+    path.write_bytes(bytes(path.stat().st_size))
+    first, deep = (inspect_store(small.store, small.fingerprint, deep) for deep in (False, True))
+    assert first.same_files(deep)
+    assert not NOTHING.same_files(first)
+    write_record(small.store, replace(first.records[0], written={"by": "another run"}))
+    assert not first.same_files(inspect_store(small.store, small.fingerprint))
 
 
 def test_a_new_directory_belongs_to_nobody(tmp_path: Path) -> None:

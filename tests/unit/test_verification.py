@@ -307,7 +307,7 @@ def test_every_problem_is_listed_and_what_to_do(tmp_path: Path) -> None:
     message = refusal(small)
     assert "6 problem(s)" in message
     assert [row for row in range(7) if f"row {row}: the token ids" in message] == [0, 1, 2, 3, 5, 6]
-    assert "Delete the commit record (shards/*.json) of a damaged shard and run the extraction again" in message
+    assert "delete the commit record (shards/*.json) of a damaged shard and run the extraction again" in message
 
 
 def test_reading_no_manifest_says_that_the_store_is_not_verified(tmp_path: Path) -> None:

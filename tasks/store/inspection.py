@@ -1,0 +1,117 @@
+"""What a store really has: its commit records against its files. Resuming starts from this, never from a list."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.errors import StoreError
+from tasks.files import checksum_of, human_bytes
+from tasks.store.layout import Store
+from tasks.store.record import Record, in_order, read_whole_record, record_path, record_paths
+
+THREADS = 8  # that read shards; the hash and the reads run outside the interpreter's lock
+SHOW_EVERY = 15.0  # seconds between two lines about how far the checksums are
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Records that count, and what does not."""
+
+    records: list[Record]
+    """Their shard is there, of the recorded size and, where that was asked for, with the recorded checksum."""
+    damaged: list[Record]
+    """Their shard is not."""
+    unfinished: list[Path]
+    """Records of which only a part was written."""
+
+    def same_files(self, other: "Inspection") -> bool:
+        """Whether nobody wrote to the store between the two; one may have looked deeper than the other."""
+        mine, others = (in_order([*one.records, *one.damaged]) for one in (self, other))
+        return mine == others and self.unfinished == other.unfinished
+
+    def problems(self, store: Store) -> list[str]:
+        """A line for each record that does not count."""
+        return [
+            *(f"{record.file} is not what its commit record says" for record in self.damaged),
+            *(f"{path.name}, a commit record, is half written" for path in self.unfinished),
+        ]
+
+
+NOTHING = Inspection([], [], [])
+
+
+def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspection:
+    """Compare records and shards; deep: their checksums too, which reads every byte, with progress on stderr.
+
+    Raises StoreError for a record of another extraction, or one that nobody but a person can judge.
+    """
+    records: list[Record] = []
+    damaged: list[Record] = []
+    unfinished: list[Path] = []
+    for path in record_paths(store):
+        record = read_whole_record(path)
+        if record is None:
+            unfinished.append(path)
+        elif record.fingerprint != fingerprint:
+            raise StoreError(
+                f"{path} belongs to another extraction ({record.fingerprint[:12]}, this one is {fingerprint[:12]}). "
+                "Move it out of the store."
+            )
+        else:
+            (records if _has_size(store, record) else damaged).append(record)
+    if deep and (spoiled := _with_other_checksum(store, records)):
+        damaged += spoiled
+        records = [record for record in records if record not in spoiled]
+    return Inspection(in_order(records), in_order(damaged), unfinished)
+
+
+def remove_remains(store: Store, inspection: Inspection) -> None:
+    """Remove what does not count; the lock must be held.
+
+    Records whose shard is damaged, half-written records, shards without a record, files that never got their name.
+    """
+    for record in inspection.damaged:
+        record_path(store, record.batch, record.part).unlink()
+    for path in inspection.unfinished:
+        path.unlink()
+    kept = {record.file for record in inspection.records}
+    for path in store.shards.glob("[0-9]*.safetensors"):
+        if path.name not in kept:
+            path.unlink()
+    for folder in (store.root, store.shards):
+        for path in folder.glob(".*.tmp"):
+            path.unlink()
+
+
+def _has_size(store: Store, record: Record) -> bool:
+    try:
+        return record.file is None or (store.shards / record.file).stat().st_size == record.bytes
+    except FileNotFoundError:
+        return False
+
+
+def _with_other_checksum(store: Store, records: list[Record]) -> list[Record]:
+    with_shard = [record for record in records if record.file is not None]
+    total, done, spoiled = sum(record.bytes for record in with_shard), 0, []
+    next_line = time.monotonic() + SHOW_EVERY
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="checksum")
+    try:
+        checks = {pool.submit(checksum_of, store.shards / str(record.file)): record for record in with_shard}
+        for check in as_completed(checks):
+            record = checks[check]
+            if check.result() != record.checksum:
+                spoiled.append(record)
+            done += record.bytes
+            if time.monotonic() >= next_line or done == total:
+                _show(done, total, len(spoiled))
+                next_line = time.monotonic() + SHOW_EVERY
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return spoiled
+
+
+def _show(done: int, total: int, spoiled: int) -> None:
+    text = f"{human_bytes(done)} of {human_bytes(total)} read, {spoiled} shards damaged"
+    print(f"  checksums  {text}", file=sys.stderr, flush=True)
