@@ -25,7 +25,7 @@ demo: $(READY)
 	$(BIN)/python -m deployments.demo
 
 test: lint $(OLDER_READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations=12
 
 test-all: lint $(OLDER_READY)
 	$(BIN)/python -m pytest

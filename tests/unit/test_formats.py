@@ -429,6 +429,7 @@ for path in map(Path, sys.argv[1:]):
 FEW, MANY, TOKENS = 1000, 200_000, 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_memory_stays_flat_on_200_000_rows(tmp_path: Path, ending: str) -> None:
     """The plan of a row takes about 100 bytes, its text 400, its numbers 480."""
