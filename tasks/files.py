@@ -56,8 +56,7 @@ def sync_directory(directory: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return _digest_of(path, hashlib.sha256())
 
 
 def sha256_of_json(value: Any) -> str:
@@ -67,7 +66,11 @@ def sha256_of_json(value: Any) -> str:
 
 def checksum_of(path: Path) -> str:
     """XXH3-128 of a file, hexadecimal: what `xxh128sum` prints."""
-    digest = xxhash.xxh3_128()
+    return _digest_of(path, xxhash.xxh3_128())
+
+
+def _digest_of(path: Path, digest: Any) -> str:
+    """In large pieces: between two of them, a thread that hashes waits until the others let it."""
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)

@@ -1,10 +1,8 @@
 """Reads the whole dataset once, streaming: judges every row by the policies and makes the plan."""
 
-import hashlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +12,7 @@ from tasks.dataset.formats import identity_of
 from tasks.dataset.plan import ACTIONS, EXTRACT, SKIP, TRUNCATE, Plan, assign_batches
 from tasks.dataset.rows import name_row
 from tasks.errors import DatasetError
-from tasks.files import CHUNK
+from tasks.files import sha256_of
 
 SHOWN_PROBLEMS = 10
 TOO_LONG = "longer than max_seq_len"
@@ -36,7 +34,7 @@ def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard
     """
     before = identity_of(config.path)
     with ThreadPoolExecutor(1) as pool:  # hashlib lets the other thread run meanwhile
-        digest = pool.submit(_sha256, config.path)
+        digest = pool.submit(sha256_of, config.path)
         plan = _plan(config, vocab_size, token_bytes, shard_bytes)
     if identity_of(config.path) != before:
         raise DatasetError(
@@ -96,15 +94,6 @@ def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes:
     skipped = whole["action"] == ACTIONS.index(SKIP)
     batch = assign_batches(whole["tokens"], skipped, token_bytes, shard_bytes)
     return Plan(**whole, batch=batch, reason=reasons, id=ids)
-
-
-def _sha256(path: Path) -> str:
-    """As `sha256_of`, in larger pieces: between two of them, the thread waits until the other one lets it."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _refusal(config: DatasetConfig, rows: int, problems: list[str], kinds: Counter[str]) -> str:

@@ -14,13 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from tasks.config import DatasetConfig
 from tasks.dataset.plan import NO_BATCH, Plan, save_plan
 from tasks.dataset.rows import read_planned
-from tasks.dataset.scan import scan_dataset
+from tasks.dataset.scan import Scan, scan_dataset
+from tasks.errors import DatasetError
 from tasks.server.dumps import Captured
 from tasks.store.layout import Store, create_store, fingerprint_of
 from tasks.store.record import Record, RowRecord, record_path, write_record
@@ -49,6 +51,17 @@ def write_jsonl(path: Path, lines: list[Any]) -> Path:
     """A line each: strings as they are, everything else as JSON."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path
+
+
+def scan(path: Path, shard_bytes: int = 1 << 20, **policies: Any) -> Scan:
+    """Scan with a vocabulary of 100 ids, rows of at most 8 tokens and 10 bytes a token."""
+    return scan_dataset(DatasetConfig(path=path, **({"max_seq_len": 8} | policies)), VOCAB, 10, shard_bytes)
+
+
+def refusal(path: Path, **policies: Any) -> str:
+    with pytest.raises(DatasetError) as refused:
+        scan(path, **policies)
+    return str(refused.value)
 
 
 def raw(state: torch.Tensor) -> np.ndarray:

@@ -9,25 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.config import DatasetConfig
 from tasks.dataset.plan import ACTIONS, MOST_BATCHES, NO_BATCH, SKIP, Plan, assign_batches, load_plan, save_plan
 from tasks.dataset.rows import read_planned
-from tasks.dataset.scan import Scan, scan_dataset
-from tasks.errors import DatasetError, StoreError
-from tests.unit.helpers import VOCAB, write_jsonl
+from tasks.errors import StoreError
+from tests.unit.helpers import VOCAB, refusal, scan, write_jsonl
 
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
-
-
-def scan(path: Path, shard_bytes: int = 1 << 20, **policies: Any) -> Scan:
-    """Scan with a vocabulary of 100 ids, rows of at most 8 tokens and 10 bytes a token."""
-    return scan_dataset(DatasetConfig(path=path, **({"max_seq_len": 8} | policies)), VOCAB, 10, shard_bytes)
-
-
-def refusal(path: Path, **policies: Any) -> str:
-    with pytest.raises(DatasetError) as refused:
-        scan(path, **policies)
-    return str(refused.value)
 
 
 BAD_LINES = [

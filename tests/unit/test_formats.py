@@ -17,28 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.config import DatasetConfig
 from tasks.dataset import positions
 from tasks.dataset.blocks import Block, read_blocks
 from tasks.dataset.plan import Plan
 from tasks.dataset.rows import InvalidRow, parse_row, read_planned
-from tasks.dataset.scan import Scan, scan_dataset
-from tasks.errors import DatasetError, StoreError
-from tests.unit.helpers import VOCAB, write_jsonl
+from tasks.errors import StoreError
+from tests.unit.helpers import VOCAB, refusal, scan, write_jsonl
 
 PACKED = [".jsonl.gz", ".jsonl.zst"]
 ENDINGS = [".jsonl", *PACKED, ".parquet"]
-
-
-def scan(path: Path, shard_bytes: int = 1 << 20, **policies: Any) -> Scan:
-    """Scan with a vocabulary of 100 ids, rows of at most 8 tokens and 10 bytes a token."""
-    return scan_dataset(DatasetConfig(path=path, **({"max_seq_len": 8} | policies)), VOCAB, 10, shard_bytes)
-
-
-def refusal(path: Path, **policies: Any) -> str:
-    with pytest.raises(DatasetError) as refused:
-        scan(path, **policies)
-    return str(refused.value)
 
 
 def pack(path: Path, data: bytes) -> Path:
