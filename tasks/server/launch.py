@@ -111,16 +111,13 @@ class ManagedServer:
 
         deadline: seconds.
         """
-        if (code := self._exit_code()) is not None:
-            what = f"The server died with exit code {code}."
-        elif (failure := failed_prefill(self.url, deadline)) is None:
+        if (death := self._death()) is not None:
+            return death
+        if (failure := failed_prefill(self.url, deadline)) is None:
             return None
-        else:
-            # A dying server takes seconds to end all its processes; its exit code says more than a refused prefill.
-            time.sleep(DYING)
-            code = self._exit_code()
-            what = f"The server died with exit code {code}." if code is not None else f"The server is stuck: {failure}."
-        return f"{what} Its log ({self.log}) ends with:\n{self.log_tail()}"
+        # A dying server takes seconds to end all its processes; its exit code says more than a refused prefill.
+        time.sleep(DYING)
+        return self._death() or self._with_log(f"The server is stuck: {failure}.")
 
     def restart(self) -> None:
         """End what is left of the server and start it anew, in a new staging folder. Raises ServerError as `start`."""
@@ -131,10 +128,8 @@ class ManagedServer:
 
     def check_alive(self) -> None:
         """Raises ServerError with exit code and log tail if the server is gone."""
-        if (code := self._exit_code()) is not None:
-            raise ServerError(
-                f"The server died with exit code {code}. Its log ({self.log}) ends with:\n{self.log_tail()}"
-            )
+        if (death := self._death()) is not None:
+            raise ServerError(death)
 
     def stop(self) -> None:
         """End the server for good, with all its processes, and remove its staging folder."""
@@ -163,16 +158,21 @@ class ManagedServer:
             if self._stopped:
                 raise ServerError("the server was ended")
             if time.monotonic() > deadline:
-                tail = self.log_tail()
                 self._end()
                 raise ServerError(
-                    f"The server did not answer within {self.start_timeout:.0f} s (server.start_timeout). Its log "
-                    f"({self.log}) ends with:\n{tail}"
+                    self._with_log(
+                        f"The server did not answer within {self.start_timeout:.0f} s (server.start_timeout)."
+                    )
                 )
             time.sleep(0.25)
 
-    def _exit_code(self) -> int | None:
-        return self.process.poll() if self.process else None
+    def _death(self) -> str | None:
+        """How the server died; None if it lives, or was never started."""
+        code = self.process.poll() if self.process else None
+        return None if code is None else self._with_log(f"The server died with exit code {code}.")
+
+    def _with_log(self, what: str) -> str:
+        return f"{what} Its log ({self.log}) ends with:\n{self.log_tail()}"
 
     def _end(self) -> None:
         process = self.process
