@@ -122,13 +122,13 @@ def run_config(options: argparse.Namespace) -> int:
 def run_server_command(options: argparse.Namespace) -> int:
     from tasks.model import capture_layers, read_model
     from tasks.patching import check_signatures, find_installation
-    from tasks.server.launch import shell_command
+    from tasks.server.launch import shell_commands
 
     config = load_config(options.config, options.set)
     layers = capture_layers(read_model(config.model.path), config.capture)
     installation = find_installation(config.server.interpreter)
     check_signatures(installation)
-    print(shell_command(config, installation, layers))
+    print("\n".join(shell_commands(config, installation, layers)))
     return 0
 
 
@@ -204,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "server-command",
         run_server_command,
-        "Print the shell command that starts the server an attached extraction with this config needs.",
+        "Print the shell command that starts each server an attached extraction with this config needs.",
         config=True,
     )
     child = command("patch", run_patch, "Check, install or remove the capture plugin.")

@@ -30,8 +30,6 @@ from tasks.steps import (
 )
 
 TICK = 0.5  # seconds between two looks at the progress
-# So many batches at a time that the server is full while one ends; what is in flight, the engine limits.
-TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=8)
 
 
 def _run_name() -> str:
@@ -43,7 +41,6 @@ def _run_name() -> str:
 @flow(
     name="extract",
     flow_run_name=_run_name,
-    task_runner=TASK_RUNNER,
     persist_result=False,
 )
 def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False) -> Summary:
@@ -52,7 +49,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
     only_failed: extract the rows that failed, and no others. deep: compare the checksums of what is stored first.
     """
     with preflight_step(config, only_failed, deep) as session:
-        run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0}
+        run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if session.needs_server():
             patch_step(session)
             server_step(session)
@@ -72,29 +69,32 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
         extracted_rows=run["rows"],
         extracted_tokens=run["tokens"],
         seconds=run["seconds"],
+        usage=run["usage"],
         reextracted=verified.reextracted,
         mlflow_run=run_id,
     )
 
 
 def _extract_batches(session: Session) -> dict[str, Any]:
-    """Map the batches with missing rows over the server; returns the run's figures."""
+    """Map the batches with missing rows over the servers; returns the run's figures."""
     assert session.engine is not None
     started = time.monotonic()
     progress = session.engine.progress
     preflight = session.preflight
-    futures = extract_step.map(list(preflight.missing), unmapped(session))
-    work: list[Any] = [future.wrapped_future for future in futures]  # type: ignore[attr-defined]  # of threads
-    try:
-        with ProgressReport(preflight.missing_rows, preflight.missing_tokens) as report:
-            while concurrent.futures.wait(work, timeout=TICK).not_done:
+    runner: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=preflight.batches_at_once)
+    with runner:
+        futures = runner.map(extract_step, {"batch": list(preflight.missing), "session": unmapped(session)})
+        work: list[Any] = [future.wrapped_future for future in futures]  # type: ignore[attr-defined]  # of threads
+        try:
+            with ProgressReport(preflight.missing_rows, preflight.missing_tokens) as report:
+                while concurrent.futures.wait(work, timeout=TICK).not_done:
+                    report.show(progress)
                 report.show(progress)
-            report.show(progress)
-    except BaseException:
-        # Ctrl-C, a cancelled flow: no batch may still write when the lock is given back.
-        session.engine.close()
-        concurrent.futures.wait(work)
-        raise
+        except BaseException:
+            # Ctrl-C, a cancelled flow: no batch may still write when the lock is given back.
+            session.engine.close()
+            concurrent.futures.wait(work)
+            raise
     run = keep_run(session, started)
     for future in futures:
         future.result()  # raises what stopped the batches: a dead server, a full disk, a lost lock

@@ -22,6 +22,8 @@ class Summary(BaseModel):
     extracted_tokens: int
     seconds: float
     """That this run's extraction took, server and verification not counted."""
+    usage: dict[str, float]
+    """Shares of the servers' time, and requests and tokens in flight on average; empty where nothing was extracted."""
     reextracted: int
     mlflow_run: str | None
 
@@ -32,6 +34,7 @@ class Summary(BaseModel):
             ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
             *self._failed(config),
             ("this run", self._this_run()),
+            *usage_lines(self.usage),
             ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
             ("digest", self.digest),
             ("output", str(self.output.absolute())),
@@ -57,6 +60,21 @@ class Summary(BaseModel):
             f"{self.extracted_rows:,} rows, {self.extracted_tokens:,} tokens in {human_seconds(self.seconds)}: "
             f"{rate:,.0f} tokens/s{resumed}"
         )
+
+
+def usage_lines(usage: dict[str, float]) -> list[tuple[str, str]]:
+    """Was the server always full, and if not, why: a line, or none where nothing was extracted."""
+    if not usage:
+        return []
+    shares = [
+        f"{usage['full']:.1%} full",
+        f"{usage['starved']:.1%} without work",
+        f"{usage['blocked']:.1%} waiting for staging",
+        f"{usage['lost']:.1%} lost",
+        *([f"{usage['behind']:.1%} with its writers behind"] if usage["behind"] >= 0.001 else []),
+    ]
+    in_flight = f"{usage['requests']:,.1f} requests, {usage['tokens']:,.0f} tokens in flight on average"
+    return [("server", f"{', '.join(shares)}; {in_flight}")]
 
 
 def count_states(rows: dict[str, int]) -> str:

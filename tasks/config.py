@@ -85,11 +85,23 @@ class ServerConfig(Section):
         description="managed: the Python that has SGLang installed. Default: the one that runs this command.",
     )
     host: str = Field(default="127.0.0.1", description="managed: the address to listen on. Loopback unless changed.")
-    port: int = Field(default=0, ge=0, le=65535, description="managed: the port to listen on. 0 takes a free one.")
-    url: str | None = Field(
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="managed: the port to listen on; a second server takes the next one. 0 takes free ones.",
+    )
+    count: int = Field(
+        default=1,
+        ge=1,
+        description="managed: servers to start on this machine, each with tensor_parallel GPUs of its own. Rows go to "
+        "whichever is free.",
+    )
+    url: str | list[str] | None = Field(
         default=None,
-        description="attached: base URL of the running server, which must have been started with the capture plugin "
-        "and with `staging.path` of this config: `python -m flows server-command CONFIG.yaml` prints the command.",
+        description="attached: base URL of the running server, or a list of several. Each must have been started with "
+        "the capture plugin and with a staging folder of its own: `python -m flows server-command CONFIG.yaml` prints "
+        "the commands.",
     )
     device: Literal["cuda", "cpu"] = Field(
         default="cuda", description="managed: 'cpu' serves small models without a GPU, through the CPU stand-ins."
@@ -115,6 +127,17 @@ class ServerConfig(Section):
     )
     restart_window: float = Field(default=3600, gt=0, description="Seconds over which restarts are counted.")
 
+    @property
+    def urls(self) -> list[str]:
+        """attached: base URLs, without a slash at the end."""
+        urls = [self.url] if isinstance(self.url, str) else self.url or []
+        return [url.rstrip("/") for url in urls]
+
+    @property
+    def servers(self) -> int:
+        """How many there are."""
+        return self.count if self.mode == "managed" else len(self.urls)
+
 
 class StagingConfig(Section):
     """Where the server leaves its dumps until they are stored."""
@@ -122,7 +145,8 @@ class StagingConfig(Section):
     path: AbsolutePath = Field(
         default=Path("/dev/shm/drillcore"),
         description="Directory on the server's host, best in shared memory. A managed server gets a folder of its own "
-        "inside.",
+        "inside; so do attached ones where there are several: attached-0, attached-1 and so on, in the order of "
+        "server.url.",
     )
     max_bytes: int = Field(
         default=16 * GIB, gt=0, description="Most bytes of dumps at any time, in all. Limits how much is in flight."
@@ -151,9 +175,9 @@ class ExtractionConfig(Section):
     """How hard the server is worked."""
 
     tokens_in_flight: int = Field(
-        default=131_072, gt=0, description="Most prompt tokens at the server at any time, over all requests."
+        default=131_072, gt=0, description="Most prompt tokens at a server at any time, over all requests."
     )
-    requests_in_flight: int = Field(default=128, gt=0, description="Most requests at the server at any time.")
+    requests_in_flight: int = Field(default=128, gt=0, description="Most requests at a server at any time.")
     slowest_tokens_per_second: float = Field(
         default=200,
         gt=0,
@@ -167,6 +191,13 @@ class ExtractionConfig(Section):
         lt=1,
         description="Share of rows that may fail in the end before the run counts as failed. Not one row done is a "
         "failure always.",
+    )
+    stop_failed_share: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of rows that may fail, if max_failed_share is not higher, before the run is stopped early, "
+        "so that nobody waits for what has failed already. Never before max_failures_in_a_row rows failed.",
     )
     max_failures_in_a_row: int = Field(
         default=50,
@@ -243,8 +274,10 @@ def parse_config(values: dict[str, Any], source: str) -> ExtractConfig:
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
         raise ConfigError(f"The config {source} has {len(lines)} wrong field(s):\n" + "\n".join(lines)) from error
-    if config.server.mode == "attached" and not config.server.url:
+    if config.server.mode == "attached" and not config.server.urls:
         raise ConfigError(f"The config {source}: server.mode is 'attached', so server.url must be set.")
+    if len(set(config.server.urls)) < len(config.server.urls):
+        raise ConfigError(f"The config {source}: server.url names a server twice.")
     return config
 
 

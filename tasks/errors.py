@@ -57,6 +57,10 @@ class ServerError(DrillcoreError):
     """The SGLang server did not start, died, or is set up in a way that would spoil the data."""
 
 
+class ServerGoneError(ServerError):
+    """A server was lost and cannot be had back. Where there are others, they go on without it."""
+
+
 class TransientPrefillError(DrillcoreError):
     """A prefill failed in a way that may pass: a connection, a timeout, HTTP 5xx, a dump that is damaged
     or that the plugin could not write. Worth a retry."""
@@ -75,7 +79,7 @@ class ProbeError(DrillcoreError):
 
 
 class ExtractionError(DrillcoreError):
-    """Rows are missing at the end of the extraction."""
+    """Rows are missing at the end of the extraction, or so many failed that it was stopped."""
 
 
 class VerificationError(DrillcoreError):

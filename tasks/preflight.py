@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from tasks.store.inspection import NOTHING, Inspection, inspect_store, remove_re
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of
 from tasks.store.shard import ENTRY_BYTES, row_bytes
 
+MOST_BATCHES = 128  # at a time: threads, and open files
 SPARE = 256 << 20  # bytes that must stay free on the output, for records, logs and the file system itself
 ROW_OVERHEAD = 4 * ENTRY_BYTES + 512  # bytes a row takes in shard header, record and plan, at most
 
@@ -73,6 +75,22 @@ class Preflight:
     @property
     def missing_tokens(self) -> int:
         return sum(int(self.plan.tokens[rows].sum()) for rows in self.missing.values())
+
+    @property
+    def batches_at_once(self) -> int:
+        """So many that the servers are full, and as much again waits: a batch ends with less and less in flight."""
+        limits, rows = self.config.extraction, max(1, self.missing_rows)
+        in_flight = min(limits.tokens_in_flight, limits.requests_in_flight * self.missing_tokens / rows)
+        wanted = 2 * in_flight * max(1, self.config.server.servers)
+        batch = self.missing_tokens / max(1, len(self.missing))
+        return min(MOST_BATCHES, 2 + math.ceil(wanted / max(1, batch)))
+
+    @property
+    def most_failed(self) -> int:
+        """Rows that may fail in this run; one more stops it early."""
+        limits = self.config.extraction
+        share = max(limits.max_failed_share, limits.stop_failed_share)
+        return max(int(share * len(self.plan)), limits.max_failures_in_a_row)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -125,11 +143,10 @@ def run_preflight(
         installation: Installation | None = find_installation(config.server.interpreter)
         assert installation is not None
         sglang, numerics = installation.sglang, numerics_of_arguments(config.server.arguments)
-        if config.server.port:
-            check_port(config.server.host, config.server.port, "server.port")
+        for number in range(config.server.count if config.server.port else 0):
+            check_port(config.server.host, config.server.port + number, "server.port")
     else:
-        info = server_info(str(config.server.url).rstrip("/"))
-        installation, sglang, numerics = None, info["version"], numerics_of_info(info)
+        installation, (sglang, numerics) = None, _settings_of_attached(config.server.urls)
     scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
     fresh = Preflight(
         *(config, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
@@ -142,6 +159,20 @@ def run_preflight(
     if space:
         check_space(preflight)
     return preflight
+
+
+def _settings_of_attached(urls: list[str]) -> tuple[str, dict[str, str | None]]:
+    """SGLang's version and the numerics of servers that run, the same for all. Raises ServerError, SetupError."""
+    found = []
+    for url in urls:
+        info = server_info(url)
+        found.append((info["version"], numerics_of_info(info)))
+        if found[-1] != found[0]:
+            raise SetupError(
+                f"The servers at {urls[0]} and {url} are set up differently: {found[0]} and {found[-1]} (server.url). "
+                "Their states would differ: start them with the same SGLang and the same arguments."
+            )
+    return found[0]
 
 
 def open_output(preflight: Preflight) -> None:
@@ -169,7 +200,9 @@ def open_output(preflight: Preflight) -> None:
 def check_space(preflight: Preflight) -> None:
     """Raises SpaceError if what is missing does not fit the output, or the longest row the staging."""
     config = preflight.config
-    needed = preflight.missing_tokens * preflight.token_bytes + preflight.missing_rows * ROW_OVERHEAD
+    # The shards that do not count are removed first.
+    freed = sum(path.stat().st_size for path in preflight.inspection.useless_files(preflight.store))
+    needed = preflight.missing_tokens * preflight.token_bytes + preflight.missing_rows * ROW_OVERHEAD - freed
     free = free_bytes(config.output.path)
     if preflight.missing_rows and needed + SPARE > free:
         raise SpaceError(

@@ -7,7 +7,8 @@ process.
 import contextlib
 import functools
 import time
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tasks.patching import check_signatures, server_paths
 from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
 from tasks.probe import ProbeReport, probe
 from tasks.server.facts import ServerFacts, check_server
-from tasks.server.launch import AttachedServer, ManagedServer, Server, remove_leftovers
+from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging, remove_leftovers
 from tasks.server.supervisor import Restarts
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run
@@ -49,8 +50,8 @@ class Session:
         self.config = preflight.config
         self.store = preflight.store
         self.lock: WriterLock
-        self.server: Server
-        self.facts: ServerFacts
+        self.servers: list[Server] = []
+        self.facts: list[ServerFacts] = []
         self.engine: PrefillEngine | None = None
         self.report: ProbeReport | None = None
         self.resources = contextlib.ExitStack()
@@ -91,19 +92,31 @@ def patch_step(session: Session) -> None:
 
 @task(name="server", task_run_name="server", **UNCACHED)
 def server_step(session: Session) -> None:
-    """Start the server, or find the attached one, and check its settings."""
+    """Start the servers, or find the attached ones, and check their settings."""
     logger, preflight, config = get_run_logger(), session.preflight, session.config
     for name in remove_leftovers(config.staging.path):
         logger.warning("removed %s from the staging: a dead run's", name)
-    if preflight.installation is None:
-        server: Server = AttachedServer(str(config.server.url), config.staging.path, config.server.start_timeout)
-    else:
-        server = ManagedServer(config, preflight.installation, preflight.layers, server_log(session))
-    session.resources.callback(server.stop)
-    server.start()
-    session.server = server
-    session.facts = _check(session)
-    logger.info("SGLang %s answers at %s", session.facts.sglang, server.url)
+    for number in range(config.server.servers):
+        if preflight.installation is None:
+            server: Server = AttachedServer(
+                config.server.urls[number], attached_staging(config, number), config.server.start_timeout
+            )
+        else:
+            log = server_log(session, number)
+            server = ManagedServer(config, preflight.installation, preflight.layers, log, number)
+        session.resources.callback(server.stop)
+        session.servers.append(server)
+    with ThreadPoolExecutor(len(session.servers), thread_name_prefix="server-start") as threads:
+        starts = [threads.submit(server.start) for server in session.servers]
+        for start in as_completed(starts):
+            if start.exception():
+                for server in session.servers:
+                    server.stop()  # the others may need minutes more to start
+            start.result()
+    for server in session.servers:
+        facts = _check(session, server)
+        session.facts.append(facts)
+        logger.info("SGLang %s answers at %s", facts.sglang, server.url)
 
 
 @task(name="probe", task_run_name="probe", **UNCACHED)
@@ -111,20 +124,27 @@ def probe_step(session: Session) -> None:
     """Prove the capture with test dumps. Nothing is extracted, and the output not touched, if this fails."""
     preflight, config = session.preflight, session.config
     restarts = Restarts(config.server.max_restarts, config.server.restart_window, functools.partial(_check, session))
-    engine = PrefillEngine(session.server, preflight.captured, config.extraction, staging_limit(config), restarts)
-    session.engine = session.resources.enter_context(engine)
-    report = probe(engine, preflight.model, session.facts, config.dataset.max_seq_len)
+    limits = (preflight.captured, config.extraction, staging_limit(config), restarts)
+    reports = []
+    for server, facts in zip(session.servers, session.facts, strict=True):
+        with PrefillEngine([server], *limits) as engine:
+            report = probe(engine, preflight.model, facts, config.dataset.max_seq_len)
+        reports.append(report)
+        get_run_logger().info(
+            "%s: %d prompts in %.1f s; noise %s; lm_head picks the server's token at %.1f%% of %d positions",
+            server.url,
+            report.prompts,
+            report.seconds,
+            ", ".join(f"{value:.2g}" for value in report.noise),
+            100 * report.top_token_agreement,
+            report.positions,
+        )
     open_output(preflight)
-    session.report = report
-    write_json(session.store.logs / "probe.json", asdict(report))
-    get_run_logger().info(
-        "%d prompts in %.1f s; noise %s; lm_head picks the server's token at %.1f%% of %d positions",
-        report.prompts,
-        report.seconds,
-        ", ".join(f"{value:.2g}" for value in report.noise),
-        100 * report.top_token_agreement,
-        report.positions,
-    )
+    write_json(session.store.logs / "probe.json", [asdict(report) for report in reports])
+    # What a second extraction may differ by is what any of them differs by.
+    session.report = replace(reports[0], noise=[max(noise) for noise in zip(*(one.noise for one in reports))])
+    engine = PrefillEngine(session.servers, *limits, preflight.most_failed)
+    session.engine = session.resources.enter_context(engine)
 
 
 def _may_pass(task: Any, run: Any, state: Any) -> bool:
@@ -197,16 +217,16 @@ def record_step(session: Session, default_uri: str, artifacts: Path) -> str | No
     return run_id
 
 
-def _check(session: Session) -> ServerFacts:
+def _check(session: Session, server: Server) -> ServerFacts:
     """Raises ServerError if the server is not set up as the config asks for."""
     preflight = session.preflight
-    return check_server(session.server, session.config, preflight.model, preflight.layers, preflight.plan.longest)
+    return check_server(server, session.config, preflight.model, preflight.layers, preflight.plan.longest)
 
 
-def server_log(session: Session) -> Path:
-    """The managed server's log: beside the output, since an output exists only after a passed probe."""
+def server_log(session: Session, number: int) -> Path:
+    """A managed server's log: beside the output, since an output exists only after a passed probe."""
     root = session.store.root
-    return root.with_name(f"{root.name}.server.log")
+    return root.with_name(f"{root.name}.server-{number}.log" if number else f"{root.name}.server.log")
 
 
 def keep_run(session: Session, started: float) -> dict[str, Any]:
@@ -222,6 +242,7 @@ def keep_run(session: Session, started: float) -> dict[str, Any]:
         "failed": progress.failed,
         "retries": progress.retries,
         "restarts": progress.restarts,
+        "usage": {name: round(value, 4) for name, value in session.engine.usage().items()},
     }
     add_run(session.store, run)
     return run

@@ -60,7 +60,7 @@ def _probe_server(config: ExtractConfig, installation: Installation, model: Mode
     try:
         server.start()
         facts = check_server(server, config, model, layers, longest=0)
-        with PrefillEngine(server, captured, config.extraction, staging_limit(config)) as engine:
+        with PrefillEngine([server], captured, config.extraction, staging_limit(config)) as engine:
             return probe(engine, model, facts, config.dataset.max_seq_len)
     finally:
         server.stop()

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 from packaging.version import Version
@@ -25,6 +26,7 @@ from tasks.server.ports import check_port, free_port
 
 TAIL_LINES, TAIL_BYTES = 25, 1 << 16  # of the server's log, shown when it dies
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception): .")  # the end of a traceback
+DEFAULT_PORT = 30000  # SGLang's
 DYING = 3.0  # seconds that a server whose scheduler has died may take to end itself
 OWNER = "owner.json"  # in a staging folder: the process whose it is
 FORGOTTEN = 3600.0  # seconds after which a dump in an attached server's staging is nobody's
@@ -43,9 +45,10 @@ REDUCE_BEFORE_CAPTURE = ["--enforce-disable-flashinfer-allreduce-fusion"]
 logger = logging.getLogger(__name__)
 
 
-def launch_command(config: ExtractConfig, installation: Installation, port: int) -> list[str]:
-    """The server's command line."""
+def launch_command(config: ExtractConfig, installation: Installation, port: int, number: int = 0) -> list[str]:
+    """A server's command line; `number`: of the server, where there are several on this machine."""
     server = config.server
+    first_gpu = number * server.tensor_parallel
     return [
         *(installation.interpreter, "-m", "sglang.launch_server"),
         *("--model-path", str(config.model.path), "--host", server.host, "--port", str(port)),
@@ -57,6 +60,7 @@ def launch_command(config: ExtractConfig, installation: Installation, port: int)
         *(PREFILL_GRAPH_OFF if Version(installation.sglang) < Version("0.5.14") else []),
         *(REDUCE_BEFORE_CAPTURE if server.tensor_parallel > 1 else []),
         *(CPU_ARGUMENTS if server.device == "cpu" else []),
+        *(["--base-gpu-id", str(first_gpu)] if first_gpu and server.device == "cuda" else []),
         *server.arguments,
     ]
 
@@ -75,11 +79,22 @@ def launch_environment(config: ExtractConfig, staging: Path, layers: list[int]) 
     }
 
 
-def shell_command(config: ExtractConfig, installation: Installation, layers: list[int]) -> str:
-    """A line for a shell that starts the server an attached extraction with this config needs."""
-    environment = launch_environment(config, config.staging.path, layers)
-    command = launch_command(config, installation, config.server.port or 30000)
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
+def shell_commands(config: ExtractConfig, installation: Installation, layers: list[int]) -> list[str]:
+    """A line for a shell for each server that an attached extraction with this config needs."""
+    lines, first = [], config.server.port or DEFAULT_PORT
+    ports = [urlsplit(url).port or first + number for number, url in enumerate(config.server.urls)]
+    for number, port in enumerate(ports or range(first, first + config.server.count)):
+        environment = launch_environment(config, attached_staging(config, number), layers)
+        command = launch_command(config, installation, port, number)
+        settings = (f"{name}={shlex.quote(value)}" for name, value in environment.items())
+        lines.append(" ".join([*settings, shlex.join(command)]))
+    return lines
+
+
+def attached_staging(config: ExtractConfig, number: int) -> Path:
+    """Where an attached server leaves its dumps."""
+    path = config.staging.path
+    return path / f"attached-{number}" if config.server.servers > 1 else path
 
 
 class ManagedServer:
@@ -88,13 +103,16 @@ class ManagedServer:
     `staging` is another folder after each start: what a dead server left behind is never taken for a new one's.
     """
 
-    def __init__(self, config: ExtractConfig, installation: Installation, layers: list[int], log: Path):
-        self.port = config.server.port or free_port()
+    def __init__(
+        self, config: ExtractConfig, installation: Installation, layers: list[int], log: Path, number: int = 0
+    ):
+        """log: where its output goes. number: of the server, where there are several on this machine."""
+        self.port = config.server.port + number if config.server.port else free_port()
         check_port(config.server.host, self.port, "server.port")
         self.url = f"http://{config.server.host}:{self.port}"
         self.log = log
         self.start_timeout = config.server.start_timeout
-        self.command = launch_command(config, installation, self.port)
+        self.command = launch_command(config, installation, self.port, number)
         self._config, self._layers = config, layers
         self._new_staging()
         self.environment = launch_environment(config, self.staging, layers)
@@ -272,7 +290,7 @@ def remove_leftovers(staging: Path) -> list[str]:
         if is_dead(owner):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder.name)
-    for dump in staging.glob("drillcore-*"):
+    for dump in [*staging.glob("drillcore-*"), *staging.glob("attached-*/drillcore-*")]:
         if seconds_since(dump.stat().st_mtime) > FORGOTTEN:
             dump.unlink(missing_ok=True)
             removed.append(dump.name)

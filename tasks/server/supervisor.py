@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tasks.errors import ServerError
+from tasks.errors import ServerError, ServerGoneError
 from tasks.server.launch import Server
 
 logger = logging.getLogger(__name__)
@@ -25,38 +25,41 @@ class Restarts:
     """So many restarts within `window`; the next loss ends the run."""
     window: float
     """Seconds."""
-    check: Callable[[], object]
+    check: Callable[[Server], object]
     """Looks whether the server that came back is set up as before; raises ServerError if not."""
 
 
-NO_RESTART = Restarts(0, 1.0, lambda: None)
+NO_RESTART = Restarts(0, 1.0, lambda server: None)
 
 
 class Supervisor:
     """One server's lives. `generation` counts them: who sees another one than before knows that the server was lost."""
 
-    def __init__(self, server: Server, restarts: Restarts):
+    def __init__(self, server: Server, restarts: Restarts, on_change: Callable[[bool], None] = lambda there: None):
+        """on_change: told False when the server is lost, True when it is back."""
         self.server = server
         self.restarts = restarts
         self.generation = 0
+        self.gone: ServerGoneError | None = None
+        """Why the server cannot be had back."""
+        self._on_change = on_change
         self._ready = asyncio.Event()
         self._ready.set()
         self._healing: asyncio.Task[None] | None = None
-        self._given_up: ServerError | None = None
         self._recent: deque[float] = deque()  # moments of restarts
 
     async def ready(self) -> int:
-        """Wait until the server is there; returns its generation. Raises ServerError if it cannot be had back."""
+        """Wait until the server is there; returns its generation. Raises ServerGoneError if it cannot be had back."""
         await self._ready.wait()
-        if self._given_up is not None:
-            raise self._given_up
+        if self.gone is not None:
+            raise self.gone
         return self.generation
 
     async def suspect(self, generation: int, reason: str, deadline: float) -> None:
         """Something failed while the server lived its life `generation`: return when it is surely there.
 
-        deadline: seconds in which a healthy server answers one more prefill. Raises ServerError if it cannot be had
-        back: too many restarts, or it came back set up otherwise.
+        deadline: seconds in which a healthy server answers one more prefill. Raises ServerGoneError if it cannot be
+        had back: too many restarts, or it came back set up otherwise.
         """
         if self._healing is None:
             if generation != self.generation:
@@ -72,6 +75,7 @@ class Supervisor:
             logger.warning("the server at %s is lost (%s): %s", self.server.url, reason, ailment)
             self._ready.clear()
             self.generation += 1
+            self._on_change(False)
             while True:
                 self._count_restart(ailment)
                 try:
@@ -80,11 +84,12 @@ class Supervisor:
                 except ServerError as error:
                     ailment = str(error)
                     logger.warning("the server did not come back: %s", ailment)
-            await asyncio.to_thread(self.restarts.check)
+            await asyncio.to_thread(self.restarts.check, self.server)
             logger.warning("the server is back at %s (restart %d)", self.server.url, self.generation)
-        except ServerError as error:
-            self._given_up = error
-            raise
+            self._on_change(True)
+        except Exception as error:  # whatever it is, nobody may wait for this server any more
+            self.gone = ServerGoneError(str(error) if isinstance(error, ServerError) else repr(error))
+            raise self.gone from error
         finally:
             self._ready.set()  # who waits goes on, or is told
             self._healing = None

@@ -31,6 +31,11 @@ class Inspection:
         mine, others = (in_order([*one.records, *one.damaged]) for one in (self, other))
         return mine == others and self.unfinished == other.unfinished
 
+    def useless_files(self, store: Store) -> list[Path]:
+        """Shards that no record counts: damaged, or never committed."""
+        kept = {record.file for record in self.records}
+        return [path for path in store.shards.glob("[0-9]*.safetensors") if path.name not in kept]
+
     def problems(self, store: Store) -> list[str]:
         """A line for each record that does not count."""
         return [
@@ -76,10 +81,8 @@ def remove_remains(store: Store, inspection: Inspection) -> None:
         record_path(store, record.batch, record.part).unlink()
     for path in inspection.unfinished:
         path.unlink()
-    kept = {record.file for record in inspection.records}
-    for path in store.shards.glob("[0-9]*.safetensors"):
-        if path.name not in kept:
-            path.unlink()
+    for path in inspection.useless_files(store):
+        path.unlink()
     for folder in (store.root, store.shards):
         for path in folder.glob(".*.tmp"):
             path.unlink()

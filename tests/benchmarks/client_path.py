@@ -101,7 +101,7 @@ def extract(server: Linking, store: Store, ids: np.ndarray, rows: int) -> None:
     attached = AttachedServer(server.url, server.staging)
     with (
         WriterLock(store.lock) as lock,
-        PrefillEngine(attached, CAPTURED, ExtractionConfig(), 8 << 30) as engine,
+        PrefillEngine([attached], CAPTURED, ExtractionConfig(), 8 << 30) as engine,
         ThreadPoolExecutor(BATCHES) as threads,
     ):
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tasks.errors import RowError
-from tasks.extraction import engine as engine_module
+from tasks.extraction import lane as lane_module
 from tasks.extraction.batch import extract_batch
 from tasks.extraction.engine import PrefillEngine
 from tasks.preflight import open_output, run_preflight, staging_limit
 from tasks.probe import probe, states_of
 from tasks.server.facts import check_server
+from tasks.server.launch import Server
 from tasks.server.supervisor import Restarts
 from tasks.store.lock import WriterLock
 from tasks.verification import verify_store
@@ -56,11 +57,11 @@ def supervised(running: Serving) -> PrefillEngine:
     preflight = running.preflight
     config = preflight.config
 
-    def check() -> object:
-        return check_server(running.server, config, preflight.model, preflight.layers, preflight.plan.longest)
+    def check(server: Server) -> object:
+        return check_server(server, config, preflight.model, preflight.layers, preflight.plan.longest)
 
     restarts = Restarts(config.server.max_restarts, config.server.restart_window, check)
-    return PrefillEngine(running.server, preflight.captured, config.extraction, staging_limit(config), restarts)
+    return PrefillEngine([running.server], preflight.captured, config.extraction, staging_limit(config), restarts)
 
 
 def schedulers(running: Serving) -> list[psutil.Process]:
@@ -120,8 +121,8 @@ def test_a_server_that_is_killed_while_it_works_costs_nothing(
 
 @pytest.mark.slow
 def test_a_server_that_hangs_is_restarted(running: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SILENCE", 10.0)
-    monkeypatch.setattr(engine_module, "SILENCE_FACTOR", 1.0)
+    monkeypatch.setattr(lane_module, "SILENCE", 10.0)
+    monkeypatch.setattr(lane_module, "SILENCE_FACTOR", 1.0)
 
     def stop(engine: PrefillEngine) -> None:
         wait_for_rows(engine, 60)

@@ -68,7 +68,7 @@ class Serving:
         """An engine with the config's limits, or others."""
         config = self.preflight.config
         settings = config.extraction.model_copy(update=limits)
-        with PrefillEngine(self.server, self.preflight.captured, settings, staging_limit(config)) as engine:
+        with PrefillEngine([self.server], self.preflight.captured, settings, staging_limit(config)) as engine:
             yield engine
 
     def extract(self, output: Path, **limits: int) -> Store:

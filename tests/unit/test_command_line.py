@@ -189,6 +189,7 @@ def failed_summary(tmp_path: Path, failed: int) -> Summary:
         extracted_rows=5,
         extracted_tokens=15,
         seconds=1.0,
+        usage=dict.fromkeys(("full", "starved", "blocked", "lost", "behind", "requests", "tokens"), 0.25),
         reextracted=0,
         mlflow_run=None,
     )
@@ -226,6 +227,13 @@ def test_each_command_starts_the_flow_for_its_rows_and_says_what_failed(
     printed = capsys.readouterr().out
     assert f"failed     1 rows; the reasons are in {tmp_path / 'output/ledger.parquet'}" in printed
     assert f"to try them again: python -m flows retry-failed {config}" in printed
+
+
+def test_a_summary_says_where_the_server_s_time_went(tmp_path: Path) -> None:
+    text = failed_summary(tmp_path, failed=0).text(Path("config.yaml"))
+    assert (
+        "25.0% full, 25.0% without work, 25.0% waiting for staging, 25.0% lost, 25.0% with its writers behind" in text
+    )
 
 
 def test_a_summary_without_failures_names_no_retry(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from tasks.config import ExtractionConfig
 from tasks.dataset.rows import Row
 from tasks.errors import LostLockError, RowError, ServerError, TransientPrefillError, WriteError
 from tasks.extraction import engine as engine_module
+from tasks.extraction import lane as lane_module
 from tasks.extraction.admission import Load
 from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
+from tasks.extraction.lane import Lane
 from tasks.processes import start_of
 from tasks.server.dumps import Dump
 from tasks.server.launch import AttachedServer
@@ -60,7 +62,7 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
 
 def engine_on(fake: FakeSGLang, **limits: int) -> PrefillEngine:
     config = ExtractionConfig(attempts=ATTEMPTS, **limits)
-    return PrefillEngine(AttachedServer(fake.url, fake.staging), CAPTURED, config, staging_bytes=1 << 20)
+    return PrefillEngine([AttachedServer(fake.url, fake.staging)], CAPTURED, config, staging_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -215,7 +217,7 @@ def test_an_answer_that_no_sglang_gives_is_an_error_of_the_server(engine: Prefil
 def test_an_answer_without_a_dump_is_given_up(
     engine: PrefillEngine, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "DUMP_DEADLINE", 0.02)
+    monkeypatch.setattr(lane_module, "DUMP_DEADLINE", 0.02)
     fake.answers[0] = [lambda request: (200, {})] * ATTEMPTS
     with pytest.raises(TransientPrefillError, match="the server answered, but no dump came"):
         engine.submit(0, IDS).result(5)
@@ -273,7 +275,7 @@ def test_nothing_is_sent_while_the_plugin_asks_to_wait(engine: PrefillEngine, fa
     engine.release(engine.submit(0, IDS).result(timeout=5))
     busy = fake.staging / f"busy.{os.getpid()}"
     busy.write_text(str(start_of(os.getpid())))
-    time.sleep(2 * engine_module.BEHIND)
+    time.sleep(2 * lane_module.BEHIND)
     outcome = engine.submit(1, IDS)
     with pytest.raises(TimeoutError):
         outcome.result(timeout=0.2)
@@ -286,7 +288,7 @@ def test_nothing_is_sent_while_the_plugin_asks_to_wait(engine: PrefillEngine, fa
 def test_dumps_that_nobody_released_hold_back_the_next_rows(fake: FakeSGLang) -> None:
     one_row = len(IDS) * 3 * HIDDEN * 2
     config = ExtractionConfig(attempts=1)
-    with PrefillEngine(AttachedServer(fake.url, fake.staging), CAPTURED, config, 2 * one_row) as engine:
+    with PrefillEngine([AttachedServer(fake.url, fake.staging)], CAPTURED, config, 2 * one_row) as engine:
         futures = [engine.submit(row, IDS) for row in range(3)]
         first, second = futures[0].result(5), futures[1].result(5)
         time.sleep(0.05)
@@ -385,8 +387,8 @@ def test_a_prefill_discarded_in_the_moment_of_its_end_leaves_no_dump(
     has_dump, discarded = threading.Event(), threading.Event()
     original = engine._with_retries
 
-    async def stop_at_the_end(row: int, ids: np.ndarray) -> Dump:
-        dump = await original(row, ids)
+    async def stop_at_the_end(lane: Lane, row: int, ids: np.ndarray) -> Dump:
+        dump = await original(lane, row, ids)
         has_dump.set()
         assert discarded.wait(5)  # holds the event loop: nothing happens between here and the task's end
         return dump

@@ -52,7 +52,7 @@ class Job:
         server = AttachedServer(self.fake.url, self.fake.staging)
         with (
             WriterLock(self.store.lock) as lock,
-            PrefillEngine(server, preflight.captured, self.config.extraction, 1 << 20) as engine,
+            PrefillEngine([server], preflight.captured, self.config.extraction, 1 << 20) as engine,
         ):
             open_output(preflight)
             for batch, numbers in list(preflight.missing.items())[:batches]:
@@ -323,7 +323,7 @@ def test_a_writer_that_is_taken_over_commits_nothing(job: Job, paused: bool) -> 
     rows = list(read_planned(job.config.dataset.path, preflight.plan, preflight.missing[1], VOCAB))
     with (
         WriterLock(job.store.lock) as lock,
-        PrefillEngine(server, preflight.captured, job.config.extraction, 1 << 20) as engine,
+        PrefillEngine([server], preflight.captured, job.config.extraction, 1 << 20) as engine,
     ):
         if paused:
             lock.check = lambda: None  # type: ignore[method-assign]

@@ -15,10 +15,10 @@ import pytest
 
 from tasks.config import ExtractionConfig
 from tasks.errors import RowError, ServerError
-from tasks.extraction import engine as engine_module
+from tasks.extraction import lane as lane_module
 from tasks.extraction.engine import PrefillEngine
 from tasks.server.dumps import Dump
-from tasks.server.launch import AttachedServer
+from tasks.server.launch import AttachedServer, Server
 from tasks.server.supervisor import Restarts
 from tests.unit.helpers import CAPTURED, FakeSGLang, Request, good, wait_for
 
@@ -61,9 +61,11 @@ def fake(tmp_path: Path) -> Iterator[Mortal]:
         yield fake
 
 
-def engine_on(fake: Mortal, most: int = 10, check: Callable[[], object] = lambda: None, **limits: int) -> PrefillEngine:
+def engine_on(
+    fake: Mortal, most: int = 10, check: Callable[[Server], object] = lambda server: None, **limits: int
+) -> PrefillEngine:
     settings = ExtractionConfig(attempts=1, **limits)
-    return PrefillEngine(Revivable(fake), CAPTURED, settings, 1 << 20, Restarts(most, 60, check))
+    return PrefillEngine([Revivable(fake)], CAPTURED, settings, 1 << 20, Restarts(most, 60, check))
 
 
 def submit(engine: PrefillEngine, rows: range) -> dict[int, "Future[Dump]"]:
@@ -126,8 +128,8 @@ def test_restarts_are_limited(fake: Mortal) -> None:
 def test_a_server_that_hangs_is_found_by_its_silence_and_restarted(
     fake: Mortal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "SILENCE", 0.3)
-    monkeypatch.setattr(engine_module, "LOOK", 0.05)
+    monkeypatch.setattr(lane_module, "SILENCE", 0.3)
+    monkeypatch.setattr(lane_module, "LOOK", 0.05)
     hanging = threading.Event()
 
     def hang(request: Request) -> None:
@@ -147,8 +149,8 @@ def test_a_server_that_hangs_is_found_by_its_silence_and_restarted(
 
 
 def test_a_slow_server_that_still_answers_is_left_alone(fake: Mortal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SILENCE", 0.1)
-    monkeypatch.setattr(engine_module, "LOOK", 0.02)
+    monkeypatch.setattr(lane_module, "SILENCE", 0.1)
+    monkeypatch.setattr(lane_module, "LOOK", 0.02)
 
     def slow(request: Request) -> tuple[int, Any]:
         time.sleep(0.5)
@@ -162,7 +164,7 @@ def test_a_slow_server_that_still_answers_is_left_alone(fake: Mortal, monkeypatc
 
 
 def test_a_server_that_comes_back_otherwise_ends_the_run(fake: Mortal) -> None:
-    def check() -> None:
+    def check(server: Server) -> None:
         raise ServerError("The server runs with layers = [1]; the config asks for [2].")
 
     fake.answers = {0: [fake.die]}

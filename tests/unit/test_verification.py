@@ -327,7 +327,7 @@ def verify_again(small: SmallStore, fake: FakeSGLang, config: VerifyConfig) -> V
         prompts=1, tokens=1, chunks=1, seconds=0.1, noise=[0.0] * 3, top_token_agreement=1.0, positions=1
     )
     server = AttachedServer(fake.url, fake.staging)
-    with PrefillEngine(server, CAPTURED, ExtractionConfig(attempts=1), 1 << 20) as engine:
+    with PrefillEngine([server], CAPTURED, ExtractionConfig(attempts=1), 1 << 20) as engine:
         return verify_store(small.store, small.dataset, 0.0, config, engine, report)
 
 
