@@ -29,7 +29,8 @@ from tasks.patching import check_signatures, server_paths
 from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
 from tasks.probe import ProbeReport, probe
 from tasks.server.facts import ServerFacts, check_server
-from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging, remove_leftovers
+from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging
+from tasks.server.leftovers import remove_leftovers
 from tasks.server.supervisor import Restarts
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run

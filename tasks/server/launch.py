@@ -20,7 +20,7 @@ from tasks.config import ExtractConfig
 from tasks.errors import ServerError, SetupError
 from tasks.files import write_json
 from tasks.patching import Installation, capture_settings, server_paths
-from tasks.processes import identity, is_dead, seconds_since
+from tasks.processes import identity
 from tasks.server import guardian
 from tasks.server.ports import check_port, free_port
 
@@ -29,7 +29,6 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception): .")  # the end of a traceback
 DEFAULT_PORT = 30000  # SGLang's
 DYING = 3.0  # seconds that a server whose scheduler has died may take to end itself
 OWNER = "owner.json"  # in a staging folder: the process whose it is
-FORGOTTEN = 3600.0  # seconds after which a dump in an attached server's staging is nobody's
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -274,24 +273,3 @@ def failed_prefill(url: str, deadline: float) -> str | None:
     except httpx.TransportError as error:
         return f"{type(error).__name__} {error}".strip()
     return None if answer.status_code == 200 else f"HTTP {answer.status_code}: {answer.text[:300]}"
-
-
-def remove_leftovers(staging: Path) -> list[str]:
-    """Remove what dead runs left in a staging directory: folders of managed servers, dumps that nobody fetched.
-
-    Returns the names.
-    """
-    removed = []
-    for folder in staging.glob("server-*"):
-        try:
-            owner = json.loads((folder / OWNER).read_bytes())
-        except (OSError, ValueError):
-            continue  # being made at this moment
-        if is_dead(owner):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder.name)
-    for dump in [*staging.glob("drillcore-*"), *staging.glob("attached-*/drillcore-*")]:
-        if seconds_since(dump.stat().st_mtime) > FORGOTTEN:
-            dump.unlink(missing_ok=True)
-            removed.append(dump.name)
-    return removed
