@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import logging
+import re
 import sys
 import time
 from typing import Any
@@ -27,6 +28,10 @@ PREFECTS_OWN = (
 )
 
 
+# Prefect's line, at the level of things that went well, when a task that failed waits for its next try.
+RETRY = re.compile(r"Task run failed with exception: .* - Retry (\d+)/(\d+) will start (\d+)\.\d+ second", re.DOTALL)
+
+
 class StepLines(logging.Handler):
     """Prints what the steps log. Batches have the progress bar: of them only what went wrong is printed."""
 
@@ -38,10 +43,13 @@ class StepLines(logging.Handler):
         step = getattr(record, "task_run_name", None) or ("extract" if hasattr(record, "flow_run_name") else None)
         if run := getattr(record, "task_run_id", None):
             self.task_runs.add(UUID(str(run)))
-        message = record.getMessage()
-        if step is None or message.startswith(PREFECTS_OWN):
+        if step is None:
             return
-        if step.startswith("extract-") and record.levelno < logging.WARNING:
+        message = record.getMessage()
+        if (retry := RETRY.match(message)) and isinstance(record.args, tuple):
+            number, most, seconds = retry.groups()
+            message = f"{step}: {record.args[1]}\nIt is tried again in {seconds} s ({number} of {most})."
+        elif message.startswith(PREFECTS_OWN) or (step.startswith("extract-") and record.levelno < logging.WARNING):
             return
         first, *rest = message.splitlines() or [""]
         text = as_lines([(step.partition("-")[0], first), *(("", line) for line in rest)])
