@@ -239,4 +239,9 @@ def _add_patch_actions(actions: Any) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("tasks").addHandler(logging.StreamHandler())  # warnings of the core; Prefect prints its own
-    sys.exit(main())
+    code = main()
+    if "flows.run" in sys.modules:
+        from flows.run import end_process
+
+        end_process(code)
+    sys.exit(code)

@@ -33,7 +33,7 @@ from tasks.verification import read_manifest
 from tests.conftest import ROOT
 from tests.integration.serving import Serving, cpu_config, stored_states
 
-ROWS, LONGEST = 160, 700
+ROWS, LONGEST = 96, 700
 SHARD_BYTES = 1 << 20
 LARGEST_ERROR = 1e-4  # relative (L2) over a state: what float32 rounds otherwise in another batch
 MARK = "DRILLCORE_DRILL"  # in the environment of a run and of all that it starts: how its orphans are found
