@@ -84,7 +84,7 @@ class Run:
                     found.append(process)
         return found
 
-    def assert_no_orphans(self, seconds: float = 20) -> None:
+    def assert_no_orphans(self, seconds: float = 40) -> None:
         """Nothing of an ended run is left a moment later."""
         _, alive = psutil.wait_procs(self.family(), timeout=seconds)
         assert [" ".join(process.cmdline()) for process in alive if process.is_running()] == []

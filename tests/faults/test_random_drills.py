@@ -90,7 +90,7 @@ class Scene:
 
 def kill_flow(scene: Scene) -> None:
     scene.run.kill()
-    scene.run.assert_no_orphans(40)
+    scene.run.assert_no_orphans()
 
 
 def interrupt_flow(scene: Scene) -> None:
