@@ -101,10 +101,13 @@ def run_verify(options: argparse.Namespace) -> int:
 def run_record(options: argparse.Namespace) -> int:
     from tasks.config import LineageConfig
     from tasks.lineage.record import record_extraction
-    from tasks.store.layout import Store
+    from tasks.store.layout import Store, read_extraction
 
-    config = LineageConfig(**{key: value for key, value in vars(options).items() if key in LineageConfig.model_fields})
-    run_id = record_extraction(Store(options.output), config, services.mlflow_uri(), services.mlflow_artifacts())
+    store = Store(options.output)
+    found = read_extraction(store)
+    given = {name: value for name in LineageConfig.model_fields if (value := getattr(options, name)) is not None}
+    config = LineageConfig(**((found["config"]["lineage"] if found else {}) | given))
+    run_id = record_extraction(store, config, services.mlflow_uri(), services.mlflow_artifacts())
     print(f"  MLflow run {run_id}")
     return 0
 
@@ -195,8 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     child.add_argument("--dataset", type=Path, help="the dataset, if it moved since the extraction")
     child = command("record", run_record, "Record a verified output in MLflow, if that failed before.")
     child.add_argument("output", type=Path, help="the output directory")
-    child.add_argument("--tracking-uri", help="MLflow tracking URI (default: MLFLOW_TRACKING_URI or the state folder)")
-    child.add_argument("--experiment", default="drillcore", help="MLflow experiment (default: %(default)s)")
+    child.add_argument("--tracking-uri", help="MLflow tracking URI (default: as the extraction's config says)")
+    child.add_argument("--experiment", help="MLflow experiment (default: as the extraction's config says)")
     child = command("ui", run_ui, "Serve the Prefect and MLflow pages of this machine until interrupted.")
     child.add_argument("--prefect-port", type=int, default=services.PREFECT_PORT, help="default: %(default)s")
     child.add_argument("--mlflow-port", type=int, default=services.MLFLOW_PORT, help="default: %(default)s")
@@ -236,4 +239,9 @@ def _add_patch_actions(actions: Any) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("tasks").addHandler(logging.StreamHandler())  # warnings of the core; Prefect prints its own
-    sys.exit(main())
+    code = main()
+    if "flows.run" in sys.modules:
+        from flows.run import end_process
+
+        end_process(code)
+    sys.exit(code)

@@ -95,7 +95,10 @@ def _extract_batches(session: Session) -> dict[str, Any]:
             session.engine.close()
             concurrent.futures.wait(work)
             raise
-    run = keep_run(session, started)
-    for future in futures:
-        future.result()  # raises what stopped the batches: a dead server, a full disk, a lost lock
-    return run
+    try:
+        return keep_run(session, started)
+    finally:
+        # Raises what stopped the batches: a dead server, a lost lock, or the full disk that leaves no room for the
+        # run's figures either.
+        for future in futures:
+            future.result()

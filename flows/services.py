@@ -49,12 +49,14 @@ def prefect_api(port: int | None = None) -> Iterator[str]:
 
     The one that the user has configured (PREFECT_API_URL, a profile); else one of this state folder that runs already
     (that of `python -m flows ui`); else a new one on loopback, which ends with the context.
-    `port`: of the new one; default 4200, or any free port where that is taken.
+    `port`: of the new one; default 4200, or any free port where that is taken. Raises SetupError if the configured one
+    is not there.
     """
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
 
     if configured := get_current_settings().api.url:
+        _check_configured(configured)
         yield configured
         return
     url = _running(_note())
@@ -145,6 +147,17 @@ def _running(note: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return url if _answers(f"{url}/health") else None
+
+
+def _check_configured(url: str) -> None:
+    """Raises SetupError if nobody answers: a flow does not begin without its API."""
+    try:
+        httpx.get(f"{url}/health", timeout=30)  # whatever it answers, to us without a key
+    except httpx.HTTPError as error:
+        raise SetupError(
+            f"The Prefect API at {url} does not answer: {error}. Start it, or choose another one (PREFECT_API_URL, or "
+            "the profile); without one, this command starts its own."
+        ) from error
 
 
 def _answers(url: str) -> bool:

@@ -1,11 +1,13 @@
 """Records a verified store in MLflow: one run an extraction, its input and its output as datasets.
 
 Everything comes from the output directory, so that a record that failed can be made later (`python -m flows record`).
-The run's id is kept there too: recording again continues the same run and logs nothing twice.
+The run's id is kept there too: recording again continues the same run and logs nothing twice. A key of our own is kept
+before the run is made, and tagged on it, so that a run whose maker died before it could keep the id is found, too.
 """
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from mlflow.tracking import MlflowClient
 
 DIGEST_LENGTH = 36  # characters: MLflow's limit
 INPUT_CONTEXT, OUTPUT_CONTEXT = "extraction-input", "extraction-output"
+KEY_TAG = "drillcore.key"
 
 
 def mlflow_digest(sha256: str) -> str:
@@ -47,18 +50,22 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
     try:
         client = MlflowClient(tracking_uri=uri)
         experiment = _experiment(client, config.experiment, artifacts if uri == default_uri else None)
-        run, kept = _find_run(client, note, uri)
+        kept = _read_note(note, uri)
+        run = _find_run(client, experiment, kept)
         digest = sha256_of(store.manifest)
         if run and kept.get("digest") == digest:
             return run.info.run_id
         if run is None:
+            kept = {"tracking_uri": uri, "key": uuid.uuid4().hex}
+            write_json(note, kept)
             began = int(store.extraction.stat().st_mtime * 1000)
-            run = client.create_run(experiment, start_time=began, run_name=extraction["config"]["name"])
+            run = client.create_run(experiment, began, {KEY_TAG: kept["key"]}, extraction["config"]["name"])
         run_id = run.info.run_id
-        write_json(note, {"tracking_uri": uri, "run_id": run_id})
+        kept = {name: value for name, value in kept.items() if name != "digest"} | {"run_id": run_id}
+        write_json(note, kept)
         _log(client, run_id, store, extraction, manifest, digest)
         client.set_terminated(run_id)
-        write_json(note, {"tracking_uri": uri, "run_id": run_id, "digest": digest})
+        write_json(note, kept | {"digest": digest})
         return run_id
     except (MlflowException, OSError) as error:
         raise LineageError(
@@ -117,19 +124,26 @@ def _experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:
     return client.create_experiment(name, artifact_location=artifacts.absolute().as_uri() if artifacts else None)
 
 
-def _find_run(client: MlflowClient, note: Path, uri: str) -> tuple[Run | None, dict[str, Any]]:
-    """The run that this store was recorded under on this tracking server, if it still exists there."""
+def _read_note(note: Path, uri: str) -> dict[str, Any]:
+    """What the store keeps of its run on this tracking server; nothing if it keeps nothing, or that of another one."""
     try:
         kept = json.loads(note.read_bytes())
-        if kept["tracking_uri"] != uri:
-            return None, {}
-        return client.get_run(kept["run_id"]), kept
+        return kept if kept["tracking_uri"] == uri else {}
     except (FileNotFoundError, ValueError, KeyError):
-        return None, {}
+        return {}
+
+
+def _find_run(client: MlflowClient, experiment: str, kept: dict[str, Any]) -> Run | None:
+    """The run of a note, if it still exists."""
+    try:
+        if "run_id" in kept:
+            return client.get_run(kept["run_id"])
+        if "key" in kept:
+            return next(iter(client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{kept['key']}'")), None)
     except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None, {}
-        raise
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+    return None
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

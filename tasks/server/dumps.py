@@ -1,5 +1,6 @@
 """Reads a dump of the capture plugin and refuses one that is not exactly what was asked for."""
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from tasks.processes import start_of
 
 BUSY = "busy."  # and the process id: the plugin's mark, which holds when that process started
 METADATA = ("rms", "zero_rows", "nonfinite_rows", "chunks", "layers", "final_norm")
+LOOKED_AT = 4  # elements of each token and state, evenly spread; only where all of them are zero, all others too
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes an element: NumPy knows no bfloat16
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def is_behind(staging: Path) -> bool:
 
 
 def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
-    """Map a dump and check ids, shapes, dtype, layers, norm and the plugin's own health figures.
+    """Map a dump and check ids, shapes, dtype, layers, norm, the plugin's own health figures, and that no state is a
+    hole: what those figures are about left the device, and never arrived here.
 
     Raises TransientPrefillError: whatever spoiled this dump, another prefill of the row may give a good one.
     """
@@ -94,4 +98,27 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
             raise TransientPrefillError(
                 f"the dump {path.name} is damaged at {state}: {bad} tokens not finite, {zero} all zero"
             )
+    if hole := find_hole(aux, last):
+        token, number = hole
+        raise TransientPrefillError(
+            f"the dump {path.name} has holes: nothing was written at {expected.state_names()[number]}, token {token}"
+        )
     return Dump(path, aux, last, rms, zero_rows, chunks)
+
+
+def find_hole(aux: torch.Tensor, last: torch.Tensor) -> tuple[int, int] | None:
+    """The first (token, state) of which no bit is set, as in memory that nobody wrote; None if there is none.
+
+    State: aux layers in order, then the final state. A state of -0.0 was written by somebody: it is no hole.
+    8,192 tokens of 4 states of 7,168 bfloat16 take 2 ms on one core, and 15 more to map the pages, which the copy into
+    the shard then need not do.
+    """
+    hidden, states = last.shape[1], 0
+    for tensor in (aux, last):
+        bits = tensor.view(BITS[tensor.itemsize]).numpy().reshape(len(tensor), -1, hidden)
+        looked_at = [bits[:, :, at] for at in range(0, hidden, -(-hidden // LOOKED_AT))]
+        for token, state in np.argwhere(functools.reduce(np.bitwise_or, looked_at) == 0):
+            if not bits[token, state].any():
+                return int(token), states + int(state)
+        states += bits.shape[1]
+    return None
