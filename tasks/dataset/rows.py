@@ -67,7 +67,7 @@ def parse_row(raw: bytes | dict[str, Any], number: int, vocab_size: int) -> Row:
         mask = _integers(value[MASK], MASK)
         if len(mask) != len(ids):
             raise InvalidRow("loss_mask length", f"loss_mask has {len(mask)} values, input_ids has {len(ids)}")
-        if not np.isin(mask, (0, 1)).all():
+        if not ((mask == 0) | (mask == 1)).all():
             raise InvalidRow("loss_mask value", "loss_mask holds values other than 0 and 1")
     return Row(number, ids.astype(np.int32), mask.astype(np.uint8), text_of(value.get(ID)))
 
@@ -122,8 +122,8 @@ def _integers(value: Any, field: str) -> np.ndarray:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
         raise InvalidRow(f"wrong {field}", f"{field} is not a flat list of integers") from error
-    # A list of true and false becomes "b"; one true among integers would become 1.
-    if array.ndim != 1 or array.dtype.kind != "i" or any(item is True or item is False for item in value):
+    # True and false among integers would become 1 and 0.
+    if array.ndim != 1 or array.dtype.kind != "i" or set(map(type, value)) != {int}:
         raise InvalidRow(f"wrong {field}", f"{field} holds values that are no integers")
     return array.astype(np.int64)
 
