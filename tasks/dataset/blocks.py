@@ -4,7 +4,6 @@
 `parse_row` judges the block's rows one by one and names what is wrong.
 """
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +14,16 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec import Raw
 
 from tasks.dataset.formats import ID, IDS, MASK, errors_named, is_parquet, open_lines, open_table
-from tasks.dataset.rows import InvalidRow, parse_row, text_of
+from tasks.dataset.rows import InvalidRow, fields_of, parse_row, text_of
 from tasks.dataset.tables import read_tables, values_of
 
-# Bytes of lines at a time. The parsed numbers, 4 to 8 bytes for each byte of text, stay in the processor's cache.
+# Bytes of lines at a time: what is worked out of them stays in the processor's cache.
 BLOCK = 1 << 16
+NULL = Raw(b"null")
+WORD = 8  # digits that are compared at once
 
 
 @dataclass(frozen=True)
@@ -73,25 +75,46 @@ Judged = tuple[np.ndarray, list[str | None], dict[int, InvalidRow]]  # the last 
 
 def _valid_lines(lines: list[bytes], vocab_size: int) -> Judged | None:
     """None if a line may be invalid."""
-    if _may_hold_booleans(lines):
-        return None
     try:
-        values = list(map(orjson.loads, lines))
-        samples = [value[IDS] for value in values]
-        masks = [value.get(MASK) for value in values]
-        lengths = list(map(len, samples))
-        # struct takes integers only (and booleans), bytearray integers from 0 to 255, numpy would take anything.
-        packed = b"".join([struct.pack(f"{length}i", *ids) for length, ids in zip(lengths, samples)])
-        present = [(mask, length) for mask, length in zip(masks, lengths) if mask is not None]
-        mask_bytes = b"".join([bytearray(mask) for mask, _ in present])
-        fitting = all(len(mask) == length for mask, length in present)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, struct.error):
+        fields = list(map(fields_of, lines))
+        samples = [values[IDS] for values in fields]
+        ids = orjson.loads(b"[" + b",".join([values.get(ID, NULL) for values in fields]) + b"]")
+    except (InvalidRow, KeyError, ValueError):
         return None
-    tokens = np.array(lengths, dtype=np.int32)
-    flat, flat_mask = np.frombuffer(packed, dtype=np.int32), np.frombuffer(mask_bytes, dtype=np.uint8)
-    if not (fitting and _in_range(tokens, flat, flat_mask, vocab_size)):
+    masks = [values.get(MASK, NULL) for values in fields]
+    masked = [at for at, mask in enumerate(masks) if len(mask) != len(NULL) or bytes(mask) != bytes(NULL)]
+    tokens, masked_tokens = _lengths(samples, vocab_size), _lengths([masks[at] for at in masked], 2)
+    if tokens is None or masked_tokens is None or (masked_tokens != tokens[masked]).any():
         return None
-    return tokens, [text_of(value.get(ID)) for value in values], {}
+    return tokens, list(map(text_of, ids)), {}
+
+
+def _lengths(values: list[Raw], limit: int) -> np.ndarray | None:
+    """How many numbers each JSON value has, int32; None if one may be no list of integers from 0 to below `limit`.
+
+    The digits, nearly all of a dataset's text, are judged as they stand: no number becomes a Python object.
+    """
+    width = len(str(limit - 1))
+    if not values or width > WORD:
+        return None if values else np.empty(0, dtype=np.int32)
+    text = np.frombuffer(b"".join([*values, b" " * WORD]), dtype=np.uint8)
+    first = np.cumsum([0, *map(len, values)])[:-1]
+    is_digit, is_comma = text - ord("0") < 10, text == ord(",")
+    others = len(text) - sum(map(np.count_nonzero, (is_digit, is_comma, text == ord(" "))))
+    # Nothing but digits, commas and spaces between two brackets: what is JSON then is a list of integers.
+    if others != 2 * len(values) or not ((text[first] == ord("[")).all() and is_digit[first + 1].all()):
+        return None
+    longest = is_digit[:-WORD]  # where `width` digits begin; JSON has no leading zeros
+    for place in range(1, width):
+        longest = longest & is_digit[place : place - WORD]
+    if (longest & is_digit[width : width - WORD or None]).any():
+        return None
+    # Of equally many digits: as text they compare as numbers do.
+    words = np.ndarray(len(longest), dtype=f">u{WORD}", buffer=text, strides=(1,))
+    largest = words[np.flatnonzero(longest)].max(initial=0).item() >> 8 * (WORD - width)
+    if largest > int.from_bytes(str(limit - 1).encode()):
+        return None
+    return np.add.reduceat(is_comma, first, dtype=np.int32) + 1
 
 
 def _valid_table(batch: pa.RecordBatch, vocab_size: int) -> Judged | None:
@@ -138,12 +161,3 @@ def _in_range(tokens: np.ndarray, ids: np.ndarray, mask: np.ndarray, vocab_size:
         and mask.max(initial=0) <= 1
         and mask.min(initial=0) >= 0
     )
-
-
-def _may_hold_booleans(lines: list[bytes]) -> bool:
-    """Whether true or false stands anywhere in the lines, which orjson's lists hide among ones and zeros."""
-    # One letter is found many times faster than a word, and an id, which may have it, mostly stands before the lists.
-    if all(line.find(b"e", line.find(b"[")) < 0 for line in lines):
-        return False
-    text = b"".join(lines)
-    return b"true" in text or b"false" in text

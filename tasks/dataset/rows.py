@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import orjson
+from msgspec import MsgspecError, Raw
+from msgspec.json import Decoder
 
-from tasks.dataset.formats import ID, IDS, MASK, is_parquet
+from tasks.dataset.formats import COLUMNS, ID, IDS, MASK, is_parquet
 from tasks.dataset.plan import Plan
 from tasks.dataset.positions import PositionReader
 from tasks.errors import DatasetError, StoreError
+
+FIELDS = Decoder(dict[str, Raw])
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,11 @@ def parse_row(raw: bytes | dict[str, Any], number: int, vocab_size: int) -> Row:
 
     A missing loss_mask means that every token counts.
     """
-    if isinstance(raw, dict):
-        value = raw
-    else:
-        try:
-            value = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRow("invalid JSON", f"invalid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidRow("invalid JSON", f"a JSON object was expected, this is {_kind(value)}")
+    value = raw if isinstance(raw, dict) else fields_of(raw)
     if IDS not in value:
         raise InvalidRow("no input_ids", f"no input_ids; the line has {', '.join(map(repr, value)) or 'no keys'}")
+    if not isinstance(raw, dict):
+        value = {name: _parse(value[name]) for name in COLUMNS if name in value}
     ids = _integers(value[IDS], IDS)
     if len(ids) == 0:
         raise InvalidRow("empty row", "input_ids is empty")
@@ -69,9 +67,20 @@ def parse_row(raw: bytes | dict[str, Any], number: int, vocab_size: int) -> Row:
         mask = _integers(value[MASK], MASK)
         if len(mask) != len(ids):
             raise InvalidRow("loss_mask length", f"loss_mask has {len(mask)} values, input_ids has {len(ids)}")
-        if not np.isin(mask, (0, 1)).all():
+        if not ((mask == 0) | (mask == 1)).all():
             raise InvalidRow("loss_mask value", "loss_mask holds values other than 0 and 1")
     return Row(number, ids.astype(np.int32), mask.astype(np.uint8), text_of(value.get(ID)))
+
+
+def fields_of(line: bytes) -> dict[str, Raw]:
+    """The fields of a line as they stand there. Raises InvalidRow if the line is no JSON object.
+
+    Of what no row is made of, numbers too large for a float and text that is no UTF-8 are let pass.
+    """
+    try:
+        return FIELDS.decode(line)
+    except MsgspecError as error:
+        raise InvalidRow("invalid JSON", f"invalid JSON: {error}") from error
 
 
 def text_of(row_id: Any) -> str | None:
@@ -113,10 +122,17 @@ def _integers(value: Any, field: str) -> np.ndarray:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
         raise InvalidRow(f"wrong {field}", f"{field} is not a flat list of integers") from error
-    # A list of true and false becomes "b"; one true among integers would become 1.
-    if array.ndim != 1 or array.dtype.kind != "i" or any(item is True or item is False for item in value):
+    # True and false among integers would become 1 and 0.
+    if array.ndim != 1 or array.dtype.kind != "i" or set(map(type, value)) != {int}:
         raise InvalidRow(f"wrong {field}", f"{field} holds values that are no integers")
     return array.astype(np.int64)
+
+
+def _parse(raw: Raw) -> Any:
+    try:
+        return orjson.loads(memoryview(raw))
+    except orjson.JSONDecodeError as error:
+        raise InvalidRow("invalid JSON", f"invalid JSON: {error}") from error
 
 
 def _kind(value: Any) -> str:

@@ -7,6 +7,7 @@ Format: https://huggingface.co/docs/safetensors, "Format".
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tasks.model import ITEMSIZE
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 ENTRY_BYTES = 160  # longest header entry of one tensor, with room to spare
+WRITE_BACK = 32 << 20  # bytes after which the kernel is told to begin writing them to the disk
 AUX, LAST, IDS, MASK = "aux_hidden_states", "last_hidden_state", "input_ids", "loss_mask"
 
 
@@ -50,6 +52,7 @@ class ShardWriter:
         self.room = (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8
         self.header: dict[str, object] = {"__metadata__": metadata}
         self.end = 0  # of the data written so far, counted from the end of the header
+        self.begun = 0  # up to here the writing to the disk has begun
         self.small: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.file = self.temporary.open("wb", buffering=0)
 
@@ -78,9 +81,11 @@ class ShardWriter:
             raise AssertionError(f"the header needs {len(text)} bytes, {self.room} were kept")
         head = self.room.to_bytes(8, "little") + text.ljust(self.room)
         _write_at(self.file.fileno(), memoryview(head), 0)
-        os.fsync(self.file.fileno())
+        with ThreadPoolExecutor(1) as beside:  # one waits for the disk, the other reads memory
+            durable = beside.submit(os.fsync, self.file.fileno())
+            written = WrittenShard(8 + self.room + self.end, checksum_of(self.temporary))
+            durable.result()
         self.file.close()
-        written = WrittenShard(8 + self.room + self.end, checksum_of(self.temporary))
         os.replace(self.temporary, self.path)
         sync_directory(self.path.parent)
         return written
@@ -89,6 +94,12 @@ class ShardWriter:
         start = self.end
         _write_at(self.file.fileno(), data.data.cast("B"), 8 + self.room + start)
         self.end = start + data.nbytes
+        if self.end - self.begun >= WRITE_BACK:
+            # Of pages that nobody has written to the disk yet, this begins the writing, and does not wait for it.
+            os.posix_fadvise(
+                self.file.fileno(), 8 + self.room + self.begun, self.end - self.begun, os.POSIX_FADV_DONTNEED
+            )
+            self.begun = self.end
         self.header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self.end]}
 
 

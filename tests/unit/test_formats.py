@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.dataset import positions
+from tasks.dataset import blocks, positions
 from tasks.dataset.blocks import Block, read_blocks
 from tasks.dataset.plan import Plan
 from tasks.dataset.rows import InvalidRow, parse_row, read_planned
@@ -375,12 +375,21 @@ def judged_by_block(block: Block) -> list[tuple[Any, ...]]:
     ]
 
 
-def judged_alone(line: bytes) -> tuple[Any, ...]:
+def judged_alone(line: bytes, vocab_size: int) -> tuple[Any, ...]:
     try:
-        row = parse_row(line, 0, VOCAB)
+        row = parse_row(line, 0, vocab_size)
     except InvalidRow as error:
         return error.kind, str(error)
     return len(row.input_ids), row.id
+
+
+def assert_judged_alike(path: Path, lines: list[bytes], vocab_size: int = VOCAB) -> None:
+    (block,) = read_blocks(pack(path, b"\n".join(lines)), vocab_size)
+    with path.open("rb") as file:
+        assert judged_by_block(block) == [judged_alone(line, vocab_size) for line in file]
+
+
+ODD_LINES = [b"", b"{", b'{"input_ids": [1]} {}', b"\xff", b'{"input_ids":[0', b'{"input_ids": [1], "id": "\xff"}']
 
 
 def test_blocks_judge_every_row_as_one_row_is_judged(tmp_path: Path) -> None:
@@ -392,13 +401,64 @@ def test_blocks_judge_every_row_as_one_row_is_judged(tmp_path: Path) -> None:
                 rows[at] = chance.choice(MUTATIONS)(chance, rows[at])
         lines = [json.dumps(row, separators=chance.choice([(",", ":"), (", ", ": ")])).encode() for row in rows]
         if chance.random() < 0.1:
-            lines[chance.randrange(3)] = chance.choice(
-                [b"", b"{", b'{"input_ids": [1]} {}', b"\xff", b'{"input_ids":[0']
-            )
-        path = pack(tmp_path / "d.jsonl", b"\n".join([b'{"input_ids": [1]}', *lines]))
-        (block,) = read_blocks(path, VOCAB)
-        with path.open("rb") as file:
-            assert judged_by_block(block) == [judged_alone(line) for line in file]
+            lines[chance.randrange(3)] = chance.choice(ODD_LINES)
+        assert_judged_alike(tmp_path / "d.jsonl", [b'{"input_ids": [1]}', *lines])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_judge_text_that_was_tampered_with_as_one_row_is_judged(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    pieces = [
+        '"',
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ":",
+        " ",
+        "0",
+        "1",
+        "9",
+        "-",
+        ".",
+        "e5",
+        "\\",
+        "\t",
+        "\r",
+        "é",
+        "true",
+        "null",
+        '"id":',
+    ]
+    fragments = [piece.encode() for piece in pieces]
+    for _ in range(500):
+        line = bytearray(b'{"id": "a", "input_ids": [1, 20, 3], "loss_mask": [0, 1, 1], "text": "b", "more": [[5]]}')
+        for _ in range(chance.randrange(3)):
+            at = chance.randrange(len(line))
+            line[at : at + chance.randrange(3)] = chance.choice([b"", *fragments])
+        assert_judged_alike(tmp_path / "d.jsonl", [bytes(line), b'{"input_ids": [1]}'])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 9, 10, 11, 100, 128_000, 163_840, 99_999_999, 100_000_000, 2**31 - 1])
+def test_blocks_know_the_largest_id_of_every_vocabulary(tmp_path: Path, vocab_size: int) -> None:
+    chance = random.Random(vocab_size)
+    near = [max(0, vocab_size + step) for step in (-2, -1, 0, 1)]
+    for _ in range(60):
+        ids = [chance.choice([0, chance.randrange(vocab_size), vocab_size - 1]) for _ in range(chance.randrange(1, 6))]
+        if chance.random() < 0.5:
+            ids[chance.randrange(len(ids))] = chance.choice([*near, 10 * vocab_size, -1])
+        line = json.dumps({"input_ids": ids}, separators=chance.choice([(",", ":"), (", ", ": "), (",  ", ":")]))
+        assert_judged_alike(tmp_path / "d.jsonl", [line.encode()] * 2, vocab_size)
+
+
+def test_nearly_all_lines_are_judged_many_at_a_time() -> None:
+    rows = [*many_rows(3), {"input_ids": [1], "loss_mask": None, "messages": [{"text": "[2, \\"}], "id": 5, "é": True}]
+    for separators in ((",", ":"), (", ", ": ")):
+        lines = [json.dumps(row, separators=separators).encode() + b"\n" for row in rows]
+        judged = blocks._valid_lines(lines, VOCAB)
+        assert judged is not None
+        assert judged[0].tolist() == [len(row["input_ids"]) for row in rows]
 
 
 PEAK_OF_SCANS = """

@@ -1,0 +1,167 @@
+"""A stand-in for an SGLang server that captures, at memory speed, in a process of its own: what is left is our time.
+
+Its model is a table: a token's states are random numbers of its own, the next token the one that the head makes most
+likely. So every check of the extraction holds, the probe's and the second extraction's too. It answers as a server with
+the plugin does: settings, READY file, dumps. Left out: everything that a real server does with a prompt.
+
+    python -m tests.benchmarks.pretend_server CHECKPOINT STAGING    # prints its port, ends when its input closes
+"""
+
+import asyncio
+import json
+import os
+import struct
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors.torch import save_file
+
+from tasks.processes import start_of
+
+LAYERS, HIDDEN, VOCABULARY, CONTEXT = [1, 2, 3], 8, 1000, 4096
+CHUNK = 64  # tokens: the least that a probe can be made with
+SETTINGS = {
+    "version": "0.5.23",
+    "disable_radix_cache": True,
+    "allow_auto_truncate": False,
+    "dp_size": 1,
+    "max_req_input_len": CONTEXT,
+    "chunked_prefill_size": CHUNK,
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "json_model_override_args": "{}",
+}
+END_OF_HEAD = b"\r\n\r\n"
+
+
+def tables() -> tuple[np.ndarray, np.ndarray]:
+    """States [layers + 1, vocabulary, hidden] and head [vocabulary, hidden], float32."""
+    random = np.random.default_rng(20)
+    states = random.standard_normal((len(LAYERS) + 1, VOCABULARY, HIDDEN), dtype=np.float32)
+    return states, random.standard_normal((VOCABULARY, HIDDEN), dtype=np.float32)
+
+
+def write_checkpoint(folder: Path) -> None:
+    """What the extraction reads of a checkpoint: config and head."""
+    folder.mkdir()
+    config = {
+        "architectures": ["PretendForCausalLM"],
+        "num_hidden_layers": 6,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"lm_head.weight": torch.from_numpy(tables()[1])}, folder / "model.safetensors")
+
+
+class PretendModel:
+    """Writes dumps into `staging` as the plugin does."""
+
+    def __init__(self, staging: Path):
+        self.staging = staging
+        states, self.head = tables()
+        self.final = states[-1]
+        self.aux = np.ascontiguousarray(states[:-1].transpose(1, 0, 2).reshape(VOCABULARY, -1))
+        self.squares = np.square(states, dtype=np.float64).sum(axis=-1)  # [states, vocabulary]
+        self.next = (self.final @ self.head.T).argmax(axis=1)
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer POST /generate."""
+        ids = np.array(body["input_ids"], dtype=np.int32)
+        if "rid" in body and not body.get("return_logprob"):
+            self.write_dump(body["rid"], ids)
+        meta: dict[str, Any] = {"id": body.get("rid"), "prompt_tokens": len(ids)}
+        if body.get("return_logprob"):
+            tops = [[[-1.0, token, None]] for token in self.next[ids].tolist()]
+            meta |= {"input_top_logprobs": [None, *tops[:-1]], "output_top_logprobs": tops[-1:]}
+        return {"text": "", "output_ids": [], "meta_info": meta}
+
+    def write_dump(self, rid: str, ids: np.ndarray) -> None:
+        rms = np.sqrt(self.squares[:, ids].sum(axis=1) / (len(ids) * HIDDEN)).tolist()
+        none = [0] * len(rms)
+        metadata = {
+            "layers": LAYERS,
+            "final_norm": "post",
+            "chunks": -(-len(ids) // CHUNK),
+            "rms": rms,
+            "zero_rows": none,
+            "nonfinite_rows": none,
+        }
+        header = orjson.dumps({"__metadata__": {"drillcore": orjson.dumps(metadata).decode()}, **_tensors(len(ids))})
+        header += b" " * (-len(header) % 8)
+        path = self.staging / f"{rid}.safetensors"
+        unfinished = f"{path}.part"
+        with open(unfinished, "wb") as file:
+            file.writelines([struct.pack("<Q", len(header)), header, self.aux[ids], self.final[ids], ids])
+        os.rename(unfinished, path)
+
+
+@lru_cache(CONTEXT)
+def _tensors(tokens: int) -> dict[str, Any]:
+    tensors, end = {}, 0
+    for name, dtype, shape in (
+        ("aux_hidden_states", "F32", [tokens, len(LAYERS) * HIDDEN]),
+        ("last_hidden_state", "F32", [tokens, HIDDEN]),
+        ("input_ids", "I32", [tokens]),
+    ):
+        start, end = end, end + 4 * int(np.prod(shape))
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    return tensors
+
+
+class Connection(asyncio.Protocol):
+    """HTTP/1.1, as far as the extraction speaks it."""
+
+    def __init__(self, model: PretendModel, settings: dict[str, Any]):
+        self.model, self.settings, self.received = model, settings, b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        while (end := self.received.find(END_OF_HEAD)) >= 0:
+            head, begin = self.received[:end].lower(), end + len(END_OF_HEAD)
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            if len(self.received) < begin + length:
+                return
+            body, self.received = self.received[begin : begin + length], self.received[begin + length :]
+            self.answer(head, body)
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        value = self.model.generate(orjson.loads(body)) if head.startswith(b"post /generate") else self.settings
+        text = orjson.dumps(value)
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text)
+        )
+
+
+async def serve(checkpoint: Path, staging: Path) -> None:
+    staging.mkdir(parents=True)
+    ready = {
+        "pid": os.getpid(),
+        "started": start_of(os.getpid()),
+        "plugin": "pretend",
+        "layers": LAYERS,
+        "final_norm": "post",
+        "dtype": "float32",
+        "model_layers": 6,
+        "hidden_size": HIDDEN,
+    }
+    (staging / f"ready.{os.getpid()}.json").write_text(json.dumps(ready))
+    model, settings = PretendModel(staging), SETTINGS | {"model_path": str(checkpoint)}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(model, settings), "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)  # whoever started this has ended
+    server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))
