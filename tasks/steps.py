@@ -171,7 +171,7 @@ def verify_step(session: Session) -> Verified:
         config.extraction.max_failed_share,
         config.verify,
         session.engine,
-        session.report,
+        show=lambda progress: get_run_logger().info("%s", progress.text()),
     )
     get_run_logger().info(
         "%d shards read, %d tokens, %s; %d rows extracted again, largest difference %s; digest %s",
