@@ -27,7 +27,7 @@ def shared_states(groups: list[list[int]], records: dict[int, tuple[str, Record]
             others = ", ".join(str(other) for other in group[:6] if other != row)
             name, record = records[row]
             text = f"{record.file} row {row}: its last final state is that of row {others}, to the bit, for other ids"
-            problems.append(Problem(text, name, row, "row"))
+            problems.append(Problem("duplicates", text, name, row, "row"))
     return problems
 
 
@@ -45,7 +45,7 @@ def differing_twins(store: Store, groups: list[list[int]], records: dict[int, tu
                     text = (
                         f"{record.file} row {one}: row {other} has the same ids, and its states differ by {error:.3g}"
                     )
-                    problems.append(Problem(text, name, one, "row"))
+                    problems.append(Problem("duplicates", text, name, one, "row"))
     return problems
 
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mend = Literal["row", "shard", "nothing"]
+Check = Literal[
+    "books", "bytes", "input", "values", "duplicates", "distribution", "proof", "second extraction", "top tokens"
+]
 SHOWN = 20  # lines of a list in a message
 
 
@@ -11,6 +14,8 @@ SHOWN = 20  # lines of a list in a message
 class Problem:
     """Something that is wrong with the store."""
 
+    check: Check
+    """Which check found it."""
     text: str
     record: str | None = None
     """File name of the commit record concerned."""

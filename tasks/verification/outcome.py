@@ -9,7 +9,7 @@ from tasks.store.layout import Store
 from tasks.verification.distribution import Outlier
 
 OUTCOME = "verification.json"  # in the store's logs
-PASSED, FAILED, INCOMPLETE = "passed", "failed", "incomplete"
+PASSED, FAILED, INCOMPLETE, UNFINISHED = "passed", "failed", "incomplete", "unfinished"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Verified:
 class Outcome:
     """Everything that one verification found. JSON all the way: the report is made of it."""
 
-    verdict: str = FAILED
+    verdict: str = UNFINISHED
     at: str = ""
     """When it ended, UTC."""
     seconds: float = 0.0

@@ -142,7 +142,7 @@ def prove(
         sure = (by_input is not None and by_input < NOTHING) or (len(shares) == 2 and max(shares) < BELONGS)
         if fits or sure:
             why = f"its states are not those of its token ids ({text}{fits})"
-            proofs.problems.append(Problem(f"{record.file} row {one.row}: {why}", name, one.row, "row"))
+            proofs.problems.append(Problem("proof", f"{record.file} row {one.row}: {why}", name, one.row, "row"))
         else:
             proofs.doubtful[one.row] = text
     return proofs

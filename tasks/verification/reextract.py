@@ -129,7 +129,7 @@ def compare(
                         f"{record.file} row {number}: extracted again, {label} {what} by {found[kind][state]:.3g} "
                         f"(relative); the measured noise allows {limits[kind][state]:.3g}"
                     )
-                    problems.append(Problem(text, name, number, "row"))
+                    problems.append(Problem("second extraction", text, name, number, "row"))
     agreement, positions = 1.0, 0
     if checkpoint is not None:
         asked = read_planned(dataset, plan, rows, vocab_size)
@@ -241,5 +241,5 @@ def _top_tokens(
                 f"{record.file} row {row.number}: lm_head(final state) does not pick the server's own next token at "
                 f"position {places[worst]}: it is {float(gap[worst]):.2f} standard deviations less likely"
             )
-            problems.append(Problem(text, name, row.number, "row"))
+            problems.append(Problem("top tokens", text, name, row.number, "row"))
     return (same / positions if positions else 1.0), positions, problems

@@ -18,7 +18,7 @@ from tasks.store.layout import Store
 from tasks.store.record import Record, RowRecord, record_path
 from tasks.store.shard import AUX, DTYPES, IDS, LAST, MASK, tensor_name
 from tasks.verification import values
-from tasks.verification.findings import Problem
+from tasks.verification.findings import Check, Problem
 from tasks.verification.layout import LayoutError, Tensor, check_names, read_header, tensors_in_order
 from tasks.verification.values import FORMATS, Format, Measured
 
@@ -81,7 +81,7 @@ class ShardReader:
         """Read a record's shard and say what is wrong with it."""
         name = record_path(self.store, record.batch, record.part).name
         if record.fingerprint != self.fingerprint:
-            problem = Problem(f"{name} belongs to another extraction ({record.fingerprint[:12]}...)", name)
+            problem = Problem("books", f"{name} belongs to another extraction ({record.fingerprint[:12]}...)", name)
             return Checked(name, 0, [problem], self._figures([], {}, {}))
         if record.file is None:
             return Checked(name, 0, [], self._figures([], {}, {}))
@@ -94,7 +94,7 @@ class ShardReader:
             text = f"{record.file} {error}"
         except OSError as error:
             text = f"{record.file} cannot be read: {error.strerror}"
-        return Checked(name, record.bytes, [Problem(text, name, mend="shard")], self._figures([], {}, {}))
+        return Checked(name, record.bytes, [Problem("bytes", text, name, mend="shard")], self._figures([], {}, {}))
 
     def _check_file(self, path: Path, record: Record, name: str) -> Checked:
         size = path.stat().st_size
@@ -185,9 +185,17 @@ class ShardReader:
         inputs = read_planned(self.dataset, self.plan, numbers, self.parts["vocab_size"])
         for row, source in zip(record.rows, inputs, strict=True):
             tensors = {kind: shapes[tensor_name(row.row, kind)] for kind in (AUX, LAST, IDS, MASK)}
-            text = self._check_shapes(row, source, tensors) or self._check_row(row, source, measured, small)
-            if text:
-                problems.append(Problem(f"{record.file} row {row.row}: {text}", name, row.row, "row"))
+            checks: list[tuple[Check, str | None]] = [("bytes", self._check_shapes(row, source, tensors))]
+            if checks[0][1] is None:
+                checks += [
+                    ("input", self._check_input(row, source, small)),
+                    ("values", self._check_values(row, measured)),
+                ]
+            problems += [
+                Problem(check, f"{record.file} row {row.row}: {text}", name, row.row, "row")
+                for check, text in checks
+                if text
+            ]
         return problems
 
     def _check_shapes(self, row: RowRecord, source: Row, tensors: dict[str, Tensor]) -> str | None:
@@ -202,13 +210,14 @@ class ShardReader:
             return f"states of dtype {aux.dtype} and {last.dtype}, not {dtype}"
         return None
 
-    def _check_row(
-        self, row: RowRecord, source: Row, measured: dict[str, "_Row"], small: dict[str, np.ndarray]
-    ) -> str | None:
+    def _check_input(self, row: RowRecord, source: Row, small: dict[str, np.ndarray]) -> str | None:
         if not np.array_equal(small[tensor_name(row.row, IDS)], source.input_ids):
             return "the token ids are not the input's"
         if not np.array_equal(small[tensor_name(row.row, MASK)], source.loss_mask):
             return "the loss mask is not the input's"
+        return None
+
+    def _check_values(self, row: RowRecord, measured: dict[str, "_Row"]) -> str | None:
         parts = [measured[tensor_name(row.row, kind)] for kind in (AUX, LAST)]
         largest = np.concatenate([np.concatenate(part.values.largest) for part in parts], axis=1)
         lost = [bits for part in parts for bits in values.lost_bits(part.values, self.form)]

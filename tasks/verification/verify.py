@@ -62,6 +62,7 @@ def verify_store(
     kept in any case.
     """
     store.manifest.unlink(missing_ok=True)
+    (store.logs / outcomes.OUTCOME).unlink(missing_ok=True)
     extraction = read_extraction(store)
     if extraction is None:
         raise StoreError(f"{store.root} holds no extraction: there is no {store.extraction.name}.")
@@ -76,6 +77,7 @@ def verify_store(
         verification.add_comparison()
         outcome.problems = [asdict(problem) for problem in verification.problems]
         if verification.problems:
+            outcome.verdict = outcomes.FAILED
             advice = _REPAIR
             if repair is not None:
                 repaired = withdraw(store, verification.problems, repair)
@@ -123,7 +125,7 @@ class _Verification:
         self.records, self.problems = _read_records(self.store)
         self.books: Books = balance(self.plan, self.records)
         self.problems += [
-            Problem(found.text, found.record, found.row, _mend(found)) for found in self.books.contradictions
+            Problem("books", found.text, found.record, found.row, _mend(found)) for found in self.books.contradictions
         ]
         self.digest = records_digest(self.store, self.records)
         self.by_row = {row.row: (self._name(record), record) for record in self.records for row in record.rows}
@@ -142,7 +144,7 @@ class _Verification:
         """Read every shard; look at the figures of all rows together."""
         if (actual := sha256_of(self.dataset)) != self.extraction["parts"]["input_sha256"]:
             text = f"{self.dataset} is another file than was extracted: its sha256 is {actual}"
-            self.problems.append(Problem(text))
+            self.problems.append(Problem("input", text))
             return
         progress = ReadingProgress(self.outcome.bytes, len(self.records), time.monotonic())
         context = {"fingerprint": self.extraction["fingerprint"], "plan": sha256_of(self.store.plan)}
@@ -186,7 +188,7 @@ class _Verification:
 
     def _suspect(self, row: int, text: str) -> None:
         name, record = self.by_row[row]
-        self.problems.append(Problem(f"{record.file} row {row}: {text}", name, row, "row"))
+        self.problems.append(Problem("distribution", f"{record.file} row {row}: {text}", name, row, "row"))
 
     def _prove(self) -> None:
         proofs = prove(self.store, self.plan, self.dataset, self.extraction, self.by_row, self.config)
@@ -240,10 +242,11 @@ def _read_records(store: Store) -> tuple[list[Record], list[Problem]]:
         try:
             record = read_whole_record(path)
         except StoreError as error:
-            problems.append(Problem(str(error), path.name))
+            problems.append(Problem("books", str(error), path.name))
             continue
         if record is None:
-            problems.append(Problem(f"{path.name}, a commit record, is damaged: half written", path.name, mend="shard"))
+            text = f"{path.name}, a commit record, is damaged: half written"
+            problems.append(Problem("books", text, path.name, mend="shard"))
         else:
             records.append(record)
     return in_order(records), problems
