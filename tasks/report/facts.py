@@ -173,14 +173,10 @@ def throughput_of(records: list[Record], bins: int = 60) -> Throughput | None:
         rates=tokens / (total / bins),
         seconds=total,
         seams=[float(begin / total) for begin in begins[1:-1]],
-        began=_time(spans[0][0]),
-        ended=_time(max(end for _, end, _ in spans)),
+        began=f"{datetime.fromtimestamp(spans[0][0], UTC):%Y-%m-%d %H:%M:%S UTC}",
+        ended=f"{datetime.fromtimestamp(max(end for _, end, _ in spans), UTC):%Y-%m-%d %H:%M:%S UTC}",
         tokens=sum(count for _, _, count in spans),
     )
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def reasons_of(books: Books) -> list[Reason]:

@@ -162,8 +162,7 @@ class _Verification:
         outcome.seconds = round(time.monotonic() - progress.started, 3)
         outcome.bytes_read, outcome.bytes_kept = progress.bytes_done, progress.bytes_kept
         self._look_at(join(figures, len(self.names)))
-        if not self.problems:
-            self._prove()
+        self._prove()
 
     def _reader(self, count: Any) -> ShardReader:
         return ShardReader(self.store, self.plan, self.dataset, self.extraction, count)
@@ -191,7 +190,10 @@ class _Verification:
         self.problems.append(Problem("distribution", f"{record.file} row {row}: {text}", name, row, "row"))
 
     def _prove(self) -> None:
-        proofs = prove(self.store, self.plan, self.dataset, self.extraction, self.by_row, self.config)
+        bad = {problem.row for problem in self.problems}
+        lost = {problem.record for problem in self.problems if problem.row is None}
+        sound = {row: found for row, found in self.by_row.items() if row not in bad and found[0] not in lost}
+        proofs = prove(self.store, self.plan, self.dataset, self.extraction, sound, self.config)
         self.problems += proofs.problems
         self.outcome.proofs = {"input": asdict(proofs.input), "argmax": asdict(proofs.argmax)}
         self.outcome.doubtful = {str(row): text for row, text in proofs.doubtful.items()}
