@@ -203,7 +203,7 @@ def _proved(outcome: Outcome, probe: dict[str, Any] | None) -> list[Proved]:
 
     rate = f", {outcome.bytes_read / outcome.seconds / 1e9:.2f} GB/s" if outcome.seconds else ""
     kept = (
-        f"; {human_bytes(outcome.bytes_kept)} of it by an earlier run that was cut short" if outcome.bytes_kept else ""
+        f"; {human_bytes(outcome.bytes_kept)} of it by an earlier run that did not pass" if outcome.bytes_kept else ""
     )
     shards = f"{outcome.shards:,} shards; {human_bytes(read)} read in {human_seconds(outcome.seconds)}{rate}{kept}"
     shared, same = (outcome.duplicates.get(name, 0) for name in ("shared_states", "same_ids"))
