@@ -90,11 +90,23 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    from flows.verify import verify_output
+    import json
+    from dataclasses import asdict
 
-    verified = verify_output(options.output, options.dataset)
-    passed = f"{verified.tokens:,} tokens, {verified.shards:,} shards, {human_bytes(verified.bytes)}"
-    print(as_lines([("passed", passed), ("rows", count_states(verified.rows)), ("digest", verified.digest)]))
+    from flows.verify import verify_output
+    from tasks.report import report_path
+    from tasks.store.layout import Store
+    from tasks.verification import read_outcome
+
+    try:
+        verified = verify_output(options.output, options.dataset, options.fresh, options.repair)
+    finally:
+        if options.json and (outcome := read_outcome(Store(options.output))):
+            print(json.dumps(asdict(outcome), indent=1))
+    if not options.json:
+        passed = f"{verified.tokens:,} tokens, {verified.shards:,} shards, {human_bytes(verified.bytes)}"
+        lines = [("passed", passed), ("rows", count_states(verified.rows)), ("digest", verified.digest)]
+        print(as_lines([*lines, ("report", str(report_path(Store(options.output))))]))
     return 0
 
 
@@ -196,6 +208,18 @@ def _parser() -> argparse.ArgumentParser:
     child = command("verify", run_verify, "Check a finished or unfinished output against its books and its dataset.")
     child.add_argument("output", type=Path, help="the output directory")
     child.add_argument("--dataset", type=Path, help="the dataset, if it moved since the extraction")
+    child.add_argument(
+        "--repair",
+        action="store_true",
+        help="put what is damaged or suspicious back into the plan: damaged shards and single rows are withdrawn, and "
+        "the next `extract` extracts just these",
+    )
+    child.add_argument(
+        "--fresh",
+        action="store_true",
+        help="read everything, also what an unfinished verification of the last three days has read already",
+    )
+    child.add_argument("--json", action="store_true", help="print all that was found as JSON")
     child = command("record", run_record, "Record a verified output in MLflow, if that failed before.")
     child.add_argument("output", type=Path, help="the output directory")
     child.add_argument("--tracking-uri", help="MLflow tracking URI (default: as the extraction's config says)")

@@ -1,19 +1,40 @@
-"""The flow `verify`: check any output, without a server."""
+"""The command `verify`: check any output, without a server."""
 
+import sys
 from pathlib import Path
 
+from tasks.config import VerifyConfig
 from tasks.errors import StoreError
+from tasks.report import write_report
 from tasks.store.layout import Store, read_extraction
 from tasks.store.lock import WriterLock
-from tasks.verification import Verified, verify_store
+from tasks.verification import ReadingProgress, Verified, verify_store
 
 
-def verify_output(output: Path, dataset: Path | None = None) -> Verified:
-    """Check an output against its books and its dataset (default: where the extraction read it)."""
+def verify_output(output: Path, dataset: Path | None = None, fresh: bool = False, repair: bool = False) -> Verified:
+    """Check an output against its books and its dataset (default: where the extraction read it); write its report.
+
+    fresh: read again what an unfinished verification has read. repair: put what is wrong back into the plan.
+    """
     store = Store(output)
     found = read_extraction(store)
     if found is None:
         raise StoreError(f"{output} holds no extraction: there is no {store.extraction.name}.")
     config = found["config"]
-    with WriterLock(store.lock):
-        return verify_store(store, dataset or Path(config["dataset"]["path"]), config["extraction"]["max_failed_share"])
+    with WriterLock(store.lock) as lock:
+        try:
+            return verify_store(
+                store,
+                dataset or Path(config["dataset"]["path"]),
+                config["extraction"]["max_failed_share"],
+                VerifyConfig(**config.get("verify", {})),
+                fresh=fresh,
+                repair=lock if repair else None,
+                show=_show,
+            )
+        finally:
+            write_report(store)
+
+
+def _show(progress: ReadingProgress) -> None:
+    print(f"  verify     {progress.text()}", file=sys.stderr, flush=True)

@@ -14,6 +14,11 @@ def read_lm_head(path: Path) -> torch.Tensor:
     return _read_weight(path, "lm_head.weight", "embed_tokens.weight")
 
 
+def read_embedding(path: Path) -> torch.Tensor:
+    """The input embedding [vocab, hidden]. Raises ModelError."""
+    return _read_weight(path, "embed_tokens.weight")
+
+
 def apply_final_norm(path: Path, states: torch.Tensor) -> torch.Tensor:
     """The model's last norm (RMSNorm, as all supported models have it) of float32 states [..., hidden].
 

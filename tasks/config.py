@@ -214,6 +214,14 @@ class VerifyConfig(Section):
         default=0.001, ge=0, le=1, description="Share of rows that are extracted a second time and compared."
     )
     reextract_rows: int = Field(default=8, ge=0, description="Rows that are extracted a second time, at least.")
+    argmax_share: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of rows whose states must favour the row's own tokens over permutations of them, by the "
+        "model's embedding and lm_head. Needs no server.",
+    )
+    argmax_rows: int = Field(default=64, ge=0, description="Rows of which that is proved, at least.")
 
 
 class LineageConfig(Section):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
@@ -28,6 +29,7 @@ from tasks.lineage.record import record_extraction
 from tasks.patching import check_signatures, server_paths
 from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
 from tasks.probe import ProbeReport, probe
+from tasks.report import markdown_report, write_report
 from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging
 from tasks.server.leftovers import remove_leftovers
@@ -186,14 +188,17 @@ def extract_step(batch: int, session: Session) -> BatchResult:
 def verify_step(session: Session) -> Verified:
     """Read everything back; write ledger and manifest if it is complete and right."""
     config = session.config
-    verified = verify_store(
-        session.store,
-        config.dataset.path,
-        config.extraction.max_failed_share,
-        config.verify,
-        session.engine,
-        session.report,
-    )
+    try:
+        verified = verify_store(
+            session.store,
+            config.dataset.path,
+            config.extraction.max_failed_share,
+            config.verify,
+            session.engine,
+            show=lambda progress: get_run_logger().info("%s", progress.text()),
+        )
+    finally:
+        _report(session)
     get_run_logger().info(
         "%d shards read, %d tokens, %s; %d rows extracted again, largest difference %s; digest %s",
         verified.shards,
@@ -204,6 +209,17 @@ def verify_step(session: Session) -> Verified:
         verified.digest,
     )
     return verified
+
+
+def _report(session: Session) -> None:
+    """Write the report of what was verified, passed or not, and show it in Prefect. Its failure is a warning."""
+    try:
+        path, text = write_report(session.store), markdown_report(session.store)
+        if path and text:
+            create_markdown_artifact(text, key="verification", description=f"Verification of {session.store.root}")
+            get_run_logger().info("report: %s", path)
+    except Exception as error:
+        get_run_logger().warning("the report could not be written: %s", error)
 
 
 @task(name="record", task_run_name="record", **UNCACHED)

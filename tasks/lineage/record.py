@@ -107,7 +107,8 @@ def _log(
         params=[Param(name, str(value)) for name, value in _flat(config)],
         tags=[RunTag(name, value) for name, value in tags.items()],
     )
-    for file in (store.extraction, store.manifest, store.ledger, *sorted(store.logs.glob("*.json"))):
+    logs = sorted([*store.logs.glob("*.json"), *store.logs.glob("*.html")])
+    for file in (store.extraction, store.manifest, store.ledger, *logs):
         client.log_artifact(run_id, str(file))
 
 

@@ -17,6 +17,17 @@ MISSING = "missing"  # not in the books at all: never tried, or its shard was lo
 
 
 @dataclass(frozen=True)
+class Contradiction:
+    """Something that plan and records say differently."""
+
+    text: str
+    record: str | None = None
+    """File name of the record concerned."""
+    row: int | None = None
+    """The row, if the record's others are not concerned."""
+
+
+@dataclass(frozen=True)
 class Books:
     """State, reason and shard of each row, in order."""
 
@@ -25,8 +36,13 @@ class Books:
     shards: list[str | None]
     final: frozenset[int]
     """Failed rows that no other try can heal."""
-    problems: list[str]
-    """Contradictions between plan and records."""
+    contradictions: list[Contradiction]
+    """Between plan and records."""
+
+    @property
+    def problems(self) -> list[str]:
+        """The contradictions, for people."""
+        return [contradiction.text for contradiction in self.contradictions]
 
     def counts(self) -> dict[str, int]:
         """Rows by final state."""
@@ -46,30 +62,36 @@ def balance(plan: Plan, records: list[Record]) -> Books:
     states, reasons = [MISSING] * len(plan), ["not extracted yet"] * len(plan)
     shards: list[str | None] = [None] * len(plan)
     final: set[int] = set()
-    problems: list[str] = []
+    problems: list[Contradiction] = []
     for row in np.flatnonzero(plan.action == ACTIONS.index(SKIP)).tolist():
         states[row], reasons[row] = SKIPPED, plan.reason[row]
     for record in records:
         name = f"{record.batch:06d}.{record.part}"
+        file_name = record_path(Store(Path()), record.batch, record.part).name
         listed = [row.row for row in record.rows] + [row.row for row in record.failed]
         if strange := [row for row in listed if not 0 <= row < len(plan) or plan.batch[row] != record.batch]:
-            problems.append(f"record {name} lists rows that the plan does not have in that batch: {strange[:5]}")
+            text = f"record {name} lists rows that the plan does not have in that batch: {strange[:5]}"
+            problems.append(Contradiction(text, file_name))
             continue
         if len(set(listed)) < len(listed):
-            problems.append(f"record {name} lists a row more than once")
+            problems.append(Contradiction(f"record {name} lists a row more than once", file_name))
         for failure in record.failed:
             if states[failure.row] in (MISSING, FAILED):  # a later part may have it, and an earlier one may have had
                 states[failure.row], reasons[failure.row] = FAILED, failure.reason
                 (final.discard if failure.may_heal else final.add)(failure.row)
+        for withdrawn in record.withdrawn:
+            if 0 <= withdrawn.row < len(plan) and states[withdrawn.row] == MISSING:
+                reasons[withdrawn.row] = f"withdrawn: {withdrawn.reason}"
         for stored in record.rows:
             row = stored.row
             if states[row] not in (MISSING, FAILED):
-                problems.append(f"row {row} is in the books twice, again in record {name}")
+                text = f"row {row} is in the books twice, again in record {name}"
+                problems.append(Contradiction(text, file_name, row))
             states[row] = TRUNCATED if ACTIONS[plan.action[row]] == TRUNCATE else DONE
             reasons[row], shards[row] = plan.reason[row], record.file
             final.discard(row)
     problems += [
-        f"row {row} is {state} without a reason"
+        Contradiction(f"row {row} is {state} without a reason")
         for row, state in enumerate(states)
         if state not in (DONE, MISSING) and not reasons[row]
     ]

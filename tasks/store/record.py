@@ -1,7 +1,7 @@
 """Commit records: the JSON file beside a shard that says what it holds. A shard without one does not exist."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ class FailedRow:
 
 
 @dataclass(frozen=True)
+class WithdrawnRow:
+    """A row whose states still lie in the shard but count no more: it is missing until a later part has it."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Record:
     """What one shard holds, and what of its batch is missing."""
 
@@ -52,6 +60,8 @@ class Record:
     failed: list[FailedRow]
     written: dict[str, Any]
     """Who wrote it, when, and how long the batch took."""
+    withdrawn: list[WithdrawnRow] = field(default_factory=list)
+    """By `verify --repair`. Records of before this was kept have none."""
 
     @property
     def tokens(self) -> int:
@@ -96,6 +106,7 @@ def read_whole_record(path: Path) -> Record | None:
             raise ValueError(f"not of the format {FORMAT}")
         value["rows"] = [RowRecord(**row) for row in value["rows"]]
         value["failed"] = [FailedRow(**row) for row in value["failed"]]
+        value["withdrawn"] = [WithdrawnRow(**row) for row in value.get("withdrawn", [])]
         record = Record(**value)
         shard = Store(path.parents[1]).shard(record.batch, record.part).name
         if shard != path.with_suffix(".safetensors").name or record.file not in (None, shard):

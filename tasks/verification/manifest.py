@@ -1,0 +1,42 @@
+"""The manifest: what a store that passed is. Its presence says that it did."""
+
+import json
+from typing import Any
+
+from tasks.errors import StoreError
+from tasks.files import sha256_of, write_json
+from tasks.store.books import Books, records_digest
+from tasks.store.layout import Store
+from tasks.store.record import Record, read_records
+
+
+def write_manifest(
+    store: Store, extraction: dict[str, Any], records: list[Record], digest: str, books: Books
+) -> dict[str, Any]:
+    """Write it and return it; digest: of the records. The same store gives the same bytes: no clock, no host in it."""
+    manifest = {
+        "format": "drillcore.manifest/1",
+        "fingerprint": extraction["fingerprint"],
+        "parts": extraction["parts"],
+        "rows": len(books.states),
+        "rows_by_state": books.counts(),
+        "tokens": sum(record.tokens for record in records),
+        "bytes": sum(record.bytes for record in records),
+        "shards": sum(record.file is not None for record in records),
+        "records_sha256": digest,
+        "plan_sha256": sha256_of(store.plan),
+        "ledger_sha256": sha256_of(store.ledger),
+    }
+    write_json(store.manifest, manifest)
+    return manifest
+
+
+def read_manifest(store: Store) -> dict[str, Any]:
+    """The manifest of a verified store. Raises StoreError if there is none, or if the records changed since."""
+    try:
+        manifest = json.loads(store.manifest.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{store.root} has no readable manifest ({error}): it is not verified.") from error
+    if manifest["records_sha256"] != records_digest(store, read_records(store)):
+        raise StoreError(f"{store.root} changed since it was verified: verify it again.")
+    return manifest

@@ -1,0 +1,150 @@
+"""How fast verification reads, beside `xxhsum` on the same files, and how much memory it takes.
+
+    python -m tests.benchmarks.verify_speed FOLDER --gib 1 4 [--out FILE]
+
+Makes a store of each size in FOLDER (hidden 7168, three layers and the final state, bfloat16, rows of 512 to 4,096
+tokens), then alternates: `xxhsum -H2` of the shards, the whole of `verify_store` in a process of its own. All files
+stay in the page cache. The store is removed afterwards. `xxhsum` is Debian's package xxhash.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tasks.config import DatasetConfig, VerifyConfig
+from tasks.dataset.plan import save_plan
+from tasks.dataset.rows import read_planned
+from tasks.dataset.scan import scan_dataset
+from tasks.store.layout import Store, create_store, fingerprint_of
+from tasks.store.record import Record, RowRecord, write_record
+from tasks.store.shard import ShardWriter, row_bytes
+from tasks.verification import verify_store
+
+HIDDEN, LAYERS, VOCABULARY = 7168, [1, 29, 57], 160_000
+SHARD = 256 << 20  # bytes
+PAIRS = 5
+
+
+def make_store(folder: Path, size: int) -> Store:
+    """A valid store of about `size` bytes."""
+    token_bytes = row_bytes(1, len(LAYERS) + 1, HIDDEN, 2)
+    random = np.random.default_rng(7)
+    folder.mkdir(parents=True)
+    dataset, tokens = folder / "dataset.jsonl", 0
+    with dataset.open("w") as file:
+        while tokens * token_bytes < size:
+            length = int(random.integers(512, 4097))
+            file.write(json.dumps({"input_ids": random.integers(0, VOCABULARY, length).tolist()}) + "\n")
+            tokens += length
+    scan = scan_dataset(DatasetConfig(path=dataset, max_seq_len=4096), VOCABULARY, token_bytes, SHARD)
+    parts = {
+        "input_sha256": scan.sha256,
+        "layers": LAYERS,
+        "final_norm": "post",
+        "dtype": "bfloat16",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+    }
+    store = Store(folder / "store")
+    create_store(store, parts, {})
+    store.shards.mkdir()
+    save_plan(scan.plan, store.plan)
+    # Every token's states are another window of one pool of random values.
+    pool = torch.randn(64 << 20, generator=torch.Generator().manual_seed(3)).bfloat16().view(torch.int16).numpy()
+    width = (len(LAYERS) + 1) * HIDDEN
+    fingerprint = fingerprint_of(parts)
+    for batch, numbers in enumerate(scan.plan.rows_by_batch()):
+        path, rows = store.shard(batch, 0), []
+        with ShardWriter(path, len(numbers), "bfloat16", {"fingerprint": fingerprint}) as writer:
+            for row in read_planned(dataset, scan.plan, numbers, VOCABULARY):
+                length = len(row.input_ids)
+                starts = random.integers(0, len(pool) - width, length)
+                states = np.stack([pool[start : start + width] for start in starts]).reshape(length, -1, HIDDEN)
+                values = torch.from_numpy(states).view(torch.bfloat16)
+                squares = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).double().square()
+                rms = (squares.mean(0) / HIDDEN).sqrt().tolist()
+                aux = np.ascontiguousarray(states[:, :-1]).reshape(length, -1).view(np.uint8)
+                last = np.ascontiguousarray(states[:, -1]).view(np.uint8)
+                writer.add(row.number, aux, last, row.input_ids, row.loss_mask)
+                rows.append(RowRecord(row.number, length, rms, [0] * (len(LAYERS) + 1)))
+            written = writer.finish()
+        write_record(
+            store, Record(fingerprint, batch, 0, path.name, written.bytes, written.checksum, "raw", rows, [], {})
+        )
+    return store
+
+
+def verify(store: Store) -> dict[str, float]:
+    """In this process: seconds and the process's largest memory (bytes)."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    verified = verify_store(store, store.root.parent / "dataset.jsonl", 0.0, VerifyConfig())
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"bytes": verified.bytes, "seconds": seconds, "peak": peak * 1024, "grown": (peak - before) * 1024}
+
+
+def verify_apart(store: Store) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.benchmarks.verify_speed", "--store", str(store.root)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def xxhsum(store: Store) -> float:
+    """Seconds that the system's tool takes for all shards."""
+    files = sorted(store.shards.glob("*.safetensors"))
+    started = time.perf_counter()
+    subprocess.run(["xxhsum", "-H2", *map(str, files)], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def measure(folder: Path, gib: float) -> dict[str, object]:
+    store = make_store(folder / f"verify-speed-{gib:g}", int(gib * (1 << 30)))
+    try:
+        verify_apart(store), xxhsum(store)  # everything is in the page cache now
+        pairs = [(xxhsum(store), verify_apart(store)) for _ in range(PAIRS)]
+    finally:
+        shutil.rmtree(store.root.parent)
+    size = pairs[0][1]["bytes"]
+    theirs, ours = ([size / seconds / 1e9 for seconds in column] for column in
+                    ([one for one, _ in pairs], [other["seconds"] for _, other in pairs]))  # fmt: skip
+    return {
+        "bytes": size,
+        "xxhsum_gb_s": [round(rate, 2) for rate in theirs],
+        "verify_gb_s": [round(rate, 2) for rate in ours],
+        "verify_of_xxhsum": round(statistics.median(ours) / statistics.median(theirs), 3),
+        "peak_mib": round(max(other["peak"] for _, other in pairs) / (1 << 20)),
+        "grown_mib": round(max(other["grown"] for _, other in pairs) / (1 << 20)),
+        "cores": os.cpu_count(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--gib", type=float, nargs="+", default=[1.0, 4.0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.store:
+        print(json.dumps(verify(Store(options.store))))
+        return
+    results = []
+    for gib in options.gib:
+        results.append(measure(options.folder, gib))
+        print(json.dumps(results[-1]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
