@@ -1,6 +1,6 @@
 """Recognizes states that were rounded to fewer bits than their dtype has, as when they passed through an fp8 buffer.
 
-A state that a model computes uses every bit of its mantissa. One that was rounded uses a few of their combinations only,
+A state that a model computes uses every bit of its mantissa. One that was rounded uses only a few combinations of them,
 whatever it was scaled by: 8 for fp8 e4m3, 4 for e5m2, 2 for fp4 (the scale of a block multiplies all its values).
 """
 
@@ -11,8 +11,8 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float
 HALF_PRECISION = {"float16": 10, "bfloat16": 7}  # mantissa bits; the finer one last: what fits both is bfloat16
 GROUP = 128  # values that share a scale, in every block format in use, or are a part of those that do
 FEWEST = 32  # values from which the count means anything
-# Different mantissas among a group's values. Seen in bfloat16: 23 to 31 of 32 random values, 43 to 56 of 64, 68 to 92 of
-# 128; of fp8 at most 8, and one more for zeros.
+# Different mantissas among a group's values. Seen in bfloat16: 23 to 31 among 32 random values, 43 to 56 among 64,
+# 68 to 92 among 128; in fp8 at most 8, and one more for zeros.
 COARSE = 12
 ROWS = 64  # looked at, evenly spread: a rounding that spares most rows is no rounding of the state
 

@@ -3,8 +3,8 @@
 A second opinion on the states that a server gives, written from the models' definition and sharing no code with it. One
 token attends to nothing but itself, so attention is its own value: no query, no key, no position. What is left is
     x += o_proj(value(norm(x)));  x += mlp(norm(x))
-in float32, layer by layer; of a mixture of experts only the chosen ones are read. Kimi-K2.5, one trillion parameters: 16
-GB for what every token needs, and 11 GB of experts for each token.
+in float32, layer by layer; of a mixture of experts only the chosen ones are read. Of Kimi-K2.5's trillion parameters
+that is 14 GB for what every token needs, and 11 GB of experts for each token.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForCondition
 
 
 def layer_outputs(path: Path, tokens: list[int]) -> Iterator[torch.Tensor]:
-    """The residual stream after the embedding, then after each decoder layer: layers + 1 times float32 [tokens, hidden].
+    """The residual stream after the embedding and after each decoder layer: layers + 1 times float32 [tokens, hidden].
 
     Each token is a prompt of its own. A layer's weights are read when its output is asked for. Raises NoReferenceError
     if this kind of model or of quantization is not known here, ModelError if a weight is missing.
@@ -58,7 +58,9 @@ class _Forward:
 
     def linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
         product = states @ self.weight(name).T
-        return product + self.checkpoint.read(f"{name}.bias").float() if self.checkpoint.has(f"{name}.bias") else product
+        return (
+            product + self.checkpoint.read(f"{name}.bias").float() if self.checkpoint.has(f"{name}.bias") else product
+        )
 
     def plain_value(self, name: str, states: torch.Tensor) -> torch.Tensor:
         """Grouped queries: each value head serves several query heads, which follow each other."""
@@ -102,9 +104,7 @@ class _Forward:
         return logits, self.checkpoint.read(bias).float() if self.checkpoint.has(bias) else None
 
 
-def route(
-    config: dict[str, Any], logits: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def route(config: dict[str, Any], logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, both [tokens, experts a token], from the gate's logits [tokens, experts].
 
     DeepSeek-V3 ("noaux_tc"): chosen by score + bias, best groups by their two best; V2: groups by their best one.

@@ -97,7 +97,11 @@ def test_only_the_chosen_experts_are_read(tiny: Path, monkeypatch: pytest.Monkey
     plain = Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", lambda self, name: [read.append(name), plain(self, name)][1])
     assert len(list(layer_outputs(tiny / "kimi-k2.5", [5]))) == LAYERS + 1
-    experts = {name.rpartition(".experts.")[2].split(".")[0] for name in read if ".layers.2" in f".{name}" and ".experts." in name}
+    experts = {
+        name.rpartition(".experts.")[2].split(".")[0]
+        for name in read
+        if ".layers.2" in f".{name}" and ".experts." in name
+    }
     assert len(experts) == CONFIGS["kimi-k2.5"]["text_config"]["num_experts_per_tok"]
 
 
@@ -215,7 +219,11 @@ def test_kimis_int4_experts_and_deepseeks_fp8_layers_compute_what_their_unpacked
         for folder in folders:
             folder.mkdir(parents=True)
         text = CONFIGS[family].get("text_config", CONFIGS[family])
-        wrapper = CONFIGS[family] | ({"text_config": text | {"quantization_config": config}} if "text_config" in CONFIGS[family] else {"quantization_config": config})
+        wrapper = CONFIGS[family] | (
+            {"text_config": text | {"quantization_config": config}}
+            if "text_config" in CONFIGS[family]
+            else {"quantization_config": config}
+        )
         (folders[0] / "config.json").write_text(json.dumps(wrapper))
         save_file(packed, folders[0] / WEIGHTS)
         checkpoint = Checkpoint(folders[0])
