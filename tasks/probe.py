@@ -13,8 +13,9 @@ The dumps are deleted. The report is kept with the run.
 """
 
 import itertools
+import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -45,6 +46,9 @@ NEAR_TIE = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.05}
 EXPLAINS = 0.9  # share of positions at which another reading of the states picks the server's tokens
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class ProbeReport:
     """What the probe saw; kept with the run."""
@@ -59,14 +63,31 @@ class ProbeReport:
     top_token_agreement: float
     """Share of positions at which lm_head(final) and the server put the same token first; the rest are near ties."""
     positions: int
-    layer_check: LayerCheck | None
-    """The comparison with what the checkpoint computes; None if it was not made."""
-    layer_check_not_made: str | None
-    """Why not."""
-    difference: float
+    near_tie: float = 0.0
+    """Largest difference of such a tie's logits, in standard deviations of the logits."""
+    first_tokens: list[float] = field(default_factory=list)
+    """Relative error between a prompt's first state and that of a prompt of this token only, as `noise`."""
+    difference: float = 0.0
     """Smallest relative difference between the states of two prompts."""
-    near_tie: float
-    """Largest logit difference of a near tie, in standard deviations of the logits."""
+    layers: LayerCheck | None = None
+    """The comparison with what the checkpoint computes; None if it was not made."""
+    layers_not_checked: str | None = None
+    """Why it was not made."""
+
+    def text(self) -> str:
+        """The figures in a line for people."""
+        noise = ", ".join(f"{value:.2g}" for value in self.noise)
+        if self.layers is None:
+            layers = f"the layers were NOT compared with the checkpoint's: {self.layers_not_checked}"
+        else:
+            errors = ", ".join(f"{value:.2g}" for value in self.layers.errors)
+            layers = (
+                f"of {self.layers.layers} layers they are the asked ones, by the checkpoint itself (errors {errors})"
+            )
+        return (
+            f"{self.prompts} prompts in {self.seconds:.1f} s; {layers}; noise {noise}; lm_head picks the server's "
+            f"token at {self.top_token_agreement:.1%} of {self.positions} positions"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,11 +107,10 @@ def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: 
     started = time.monotonic()
     captured, checkpoint = engine.captured, Checkpoint(model.path)
     prompts = make_prompts(model.vocab_size, facts, max_seq_len, seed)
-    first_tokens = [prompt[:1] for prompt in prompts]
     alone = [_prefill(engine, [prompt])[0][0] for prompt in prompts]
-    ones, _ = _prefill(engine, first_tokens)
+    ones, _ = _prefill(engine, [prompt[:1] for prompt in prompts])
     check, reason = _check_layers(captured, model, ones)
-    _check_first_tokens(captured, ones, alone)
+    first_tokens = _check_first_tokens(captured, ones, alone)
     agreement, positions, near_tie = _check_top_tokens(engine, checkpoint, alone)
     order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
     together, chunks = _prefill(engine, [*(prompts[number] for number in order), prompts[-1]])
@@ -105,10 +125,11 @@ def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: 
         noise=noise,
         top_token_agreement=agreement,
         positions=positions,
-        layer_check=check,
-        layer_check_not_made=reason,
-        difference=difference,
         near_tie=near_tie,
+        first_tokens=first_tokens,
+        difference=difference,
+        layers=check,
+        layers_not_checked=reason,
     )
 
 
@@ -191,6 +212,7 @@ def _check_layers(captured: Captured, model: Model, ones: list[Sent]) -> tuple[L
     try:
         outputs = list(layer_outputs(model.path, tokens))
     except NoReferenceError as error:
+        logger.warning("the captured layers are not compared with the checkpoint's: %s", error)
         return None, str(error)
     outputs.append(Checkpoint(model.path).apply_final_norm(outputs[-1]))
     states = torch.cat([one.states for one in ones], dim=1)
@@ -198,12 +220,13 @@ def _check_layers(captured: Captured, model: Model, ones: list[Sent]) -> tuple[L
     return check, None
 
 
-def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent]) -> None:
+def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent]) -> list[float]:
     """A token attends to none after it: the first state of a prompt is that of a prompt of its first token only."""
     limit = NOISE_LIMIT[captured.dtype]
     firsts = torch.cat([sent.states[:, :1] for sent in alone], dim=1)
     expected = torch.cat([one.states for one in ones], dim=1)
-    for state, error in enumerate(relative_errors(expected, firsts)):
+    errors = relative_errors(expected, firsts)
+    for state, error in enumerate(errors):
         if not error <= limit:
             sent = max(alone[: len(SHORT_PROMPTS)], key=lambda sent: len(sent.ids))
             one = expected[state, [id(sent) == id(other) for other in alone]]
@@ -214,6 +237,7 @@ def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent])
                 f"prompt of {len(sent.ids)} tokens, row {row} comes nearest to it. Rows are shifted, or later tokens "
                 "change the states of earlier ones."
             )
+    return errors
 
 
 def _check_top_tokens(engine: PrefillEngine, checkpoint: Checkpoint, alone: list[Sent]) -> tuple[float, int, float]:

@@ -237,21 +237,21 @@ def test_what_is_wrong_is_found_and_named(llama: Path, arguments: dict[str, Any]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_is_right_passes(llama: Path, dtype: str, final_norm: str, seed: int) -> None:
     report = run(llama, dtype=dtype, final_norm=final_norm, seed=seed)
-    assert report.layer_check is not None
-    assert report.layer_check.layers == LAYERS
-    assert report.layer_check.tokens == 6
-    assert report.layer_check_not_made is None
+    assert report.layers is not None
+    assert report.layers.layers == LAYERS
+    assert report.layers.tokens == 6
+    assert report.layers_not_checked is None
     assert report.noise == [0.0, 0.0, 0.0]
     assert report.positions == 106
-    assert max(report.layer_check.errors) < 0.005 < 0.2 < min(report.layer_check.other_errors)
-    assert max(report.layer_check.leans) < 0.02
+    assert max(report.layers.errors) < 0.005 < 0.2 < min(report.layers.other_errors)
+    assert max(report.layers.leans) < 0.02
 
 
 def test_where_the_layers_cannot_be_compared_the_report_says_so(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.reference.PLAIN", ())
     report = run(llama)
-    assert report.layer_check is None
-    assert report.layer_check_not_made == "the layers of LlamaForCausalLM are not known here"
+    assert report.layers is None
+    assert report.layers_not_checked == "the layers of LlamaForCausalLM are not known here"
 
 
 WITHOUT_REFERENCE = [
