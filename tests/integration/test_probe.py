@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.layer_check import ERROR_LIMIT, LEAN_LIMIT
-from tasks.probe import DIFFERENT, NEAR_TIE, NOISE_LIMIT, ProbeReport, probe
+from tasks.probe import DIFFERENT, NEAR_TIE, NOISE_LIMIT, UNLIKE, ProbeReport, probe
 from tests.integration.serving import cpu_config, serving
 from tests.integration.tiny_models import make_checkpoint
 from tests.unit.helpers import write_jsonl
@@ -77,7 +77,9 @@ def figures(reports: list[ProbeReport], dtype: str) -> list[tuple[str, list[floa
         ("error of the nearest other", [error for check in checks for error in check.other_errors], float("nan")),
         ("lean", [lean for check in checks for lean in check.leans], LEAN_LIMIT),
         ("first token", [error for report in reports for error in report.first_tokens], NOISE_LIMIT[dtype]),
-        ("noise", [error for report in reports for error in report.noise], NOISE_LIMIT[dtype]),
+        ("noise", [error for report in reports for error in report.noise], float("nan")),
+        ("noise of a prompt's median token", [report.median_noise for report in reports], NOISE_LIMIT[dtype]),
+        ("noise of any token", [report.token_noise for report in reports], UNLIKE[dtype]),
         ("near tie", [report.near_tie for report in reports], NEAR_TIE[dtype]),
         ("difference (at least)", [report.difference for report in reports], DIFFERENT),
         ("seconds", [report.seconds for report in reports], float("nan")),
