@@ -62,7 +62,7 @@ class ProbeReport:
     chunks: int
     """Most forward passes that one prompt was split over."""
     noise: list[float]
-    """Largest of the `relative_errors` between two prefills of one prompt: aux layers in order, then the final state."""
+    """Largest of the `relative_errors` between two prefills of a prompt: aux layers in order, then the final state."""
     top_token_agreement: float
     """Share of positions at which lm_head(final) and the server put the same token first; the rest are near ties."""
     positions: int
