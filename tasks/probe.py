@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tasks.checkpoint import Checkpoint
-from tasks.errors import NoReferenceError, ProbeError, RowError, TransientPrefillError
+from tasks.errors import ModelError, NoReferenceError, ProbeError, RowError, TransientPrefillError
 from tasks.extraction.engine import PrefillEngine
 from tasks.layer_check import LayerCheck, check_layers
 from tasks.model import Model
@@ -224,9 +224,10 @@ def _check_layers(captured: Captured, model: Model, ones: list[Sent]) -> tuple[L
     tokens = [int(one.ids[0]) for one in ones]
     try:
         outputs = list(layer_outputs(model.path, tokens))
-    except NoReferenceError as error:
-        logger.warning("the captured layers are not compared with the checkpoint's: %s", error)
-        return None, str(error)
+    except (NoReferenceError, ModelError, KeyError) as error:  # what it holds has other names: another kind of model
+        reason = f"its config.json has no {error}" if isinstance(error, KeyError) else str(error)
+        logger.warning("the captured layers are not compared with the checkpoint's: %s", reason)
+        return None, reason
     outputs.append(Checkpoint(model.path).apply_final_norm(outputs[-1]))
     states = torch.cat([one.states for one in ones], dim=1)
     check = check_layers(states, torch.stack(outputs), captured.layers, captured.final_norm, tokens, captured.dtype)

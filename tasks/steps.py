@@ -117,14 +117,7 @@ def probe_step(session: Session) -> None:
     open_output(preflight)
     session.report = report
     write_json(session.store.logs / "probe.json", asdict(report))
-    get_run_logger().info(
-        "%d prompts in %.1f s; noise %s; lm_head picks the server's token at %.1f%% of %d positions",
-        report.prompts,
-        report.seconds,
-        ", ".join(f"{value:.2g}" for value in report.noise),
-        100 * report.top_token_agreement,
-        report.positions,
-    )
+    get_run_logger().info("%s", report.text())
 
 
 def _may_pass(task: Any, run: Any, state: Any) -> bool:

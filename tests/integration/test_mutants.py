@@ -135,7 +135,7 @@ def mutable(
 
 
 def test_there_is_no_false_alarm(mutable: Mutable) -> None:
-    """Other prompts and another order each time. What is printed set the limits of tasks/probe.py and layer_check.py."""
+    """Other prompts and another order each time. The limits of the probe were set by what is printed here."""
     reports = [
         mutable.probe(final_norm=final_norm, seed=seed, requests_in_flight=in_flight)
         for seed, (final_norm, in_flight) in enumerate(CLEAN)

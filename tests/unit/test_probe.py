@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.errors import ProbeError
+from tasks.errors import ModelError, NoReferenceError, ProbeError
 from tasks.model import read_model
 from tasks.probe import ProbeReport, probe
 from tasks.server.dumps import Captured, Dump
@@ -247,11 +247,30 @@ def test_what_is_right_passes(llama: Path, dtype: str, final_norm: str, seed: in
     assert max(report.layers.leans) < 0.02
 
 
-def test_where_the_layers_cannot_be_compared_the_report_says_so(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.reference.PLAIN", ())
+def lacking(what: Exception) -> Callable[..., Any]:
+    def layer_outputs(path: Path, tokens: list[int]) -> Any:
+        raise what
+
+    return layer_outputs
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NoReferenceError("the layers of Other are not known here"), "the layers of Other are not known here"),
+        (ModelError("/model has no weight layers.0.mlp."), "/model has no weight layers.0.mlp."),
+        (KeyError("kv_lora_rank"), "its config.json has no 'kv_lora_rank'"),
+    ],
+)
+def test_where_the_layers_cannot_be_compared_report_and_log_say_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+) -> None:
+    monkeypatch.setattr("tasks.probe.layer_outputs", lacking(error))
     report = run(llama)
     assert report.layers is None
-    assert report.layers_not_checked == "the layers of LlamaForCausalLM are not known here"
+    assert report.layers_not_checked == reason
+    assert f"the layers were NOT compared with the checkpoint's: {reason};" in report.text()
+    assert f"not compared with the checkpoint's: {reason}" in caplog.text
 
 
 WITHOUT_REFERENCE = [
