@@ -16,14 +16,16 @@ from tasks.quantization import dequantize_blocks, dequantize_int4, weight_reader
 from tasks.reference import layer_outputs, route
 from tests.integration.tiny_models import (
     CONFIGS,
+    DEEPSEEK,
     FAMILIES,
     HIDDEN,
     LAYERS,
     SEED,
     SHARED,
     WEIGHTS,
-    _randomize,
+    WRAPPED,
     make_checkpoint,
+    randomize,
     reference_states,
 )
 
@@ -63,21 +65,34 @@ def test_every_layer_of_a_real_model_is_as_transformers_computes_it(demo_model: 
     assert_equal(demo_model, reference_states(demo_model, [[token] for token in TOKENS]))
 
 
+LLAMA = SHARED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+V2 = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    "config",
     [
-        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2},
-        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2},
+        LLAMA | {"num_key_value_heads": 2} | BIASES,
+        V2 | {"topk_method": "greedy"},
+        V2 | {"topk_method": "group_limited_greedy"},
     ],
-    ids=["qwen2: biases of queries, keys and values", "llama: all biases, tied embeddings"],
+    ids=["qwen2: biases of queries, keys, values", "llama: all biases, tied embeddings", "v2", "v2, groups of experts"],
 )
-def test_biases_and_tied_embeddings_count(tmp_path: Path, changes: dict[str, Any]) -> None:
-    config = SHARED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | changes
+def test_other_models_of_the_families_too(tmp_path: Path, config: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    _randomize(model, torch.Generator().manual_seed(SEED))
+    randomize(model, torch.Generator().manual_seed(SEED))
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert any(name.endswith("v_proj.bias") for name in load_file(tmp_path / WEIGHTS))
+    biased = any(name.endswith(("v_proj.bias", "correction_bias")) for name in load_file(tmp_path / WEIGHTS))
+    assert biased == (config["model_type"] != "deepseek_v2")
     assert_equal(tmp_path, reference_states(tmp_path, [[token] for token in TOKENS]))
 
 
@@ -187,55 +202,49 @@ def pack_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scale).to(torch.float8_e4m3fn), scale.view(1, 1).repeat(-(-weight.shape[0] // 128), 1)
 
 
-def test_kimis_int4_experts_and_deepseeks_fp8_layers_compute_what_their_unpacked_weights_do(
-    tiny: Path, tmp_path: Path
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+    },
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": BLOCK, "fmt": "e4m3"}
+
+
+@pytest.mark.parametrize(("family", "packing"), [("kimi-k2.5", INT4), ("deepseek-v3", FP8)], ids=["int4", "fp8"])
+def test_packed_layers_compute_what_their_unpacked_weights_do(
+    tiny: Path, tmp_path: Path, family: str, packing: dict[str, Any]
 ) -> None:
-    for family, config in {
-        "kimi-k2.5": {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
-                        "actorder": None, "dynamic": False,
-                    },
-                }
-            },
-        },
-        "deepseek-v3": {"quant_method": "fp8", "weight_block_size": BLOCK, "fmt": "e4m3"},
-    }.items():  # fmt: skip
-        weights, packed = load_file(tiny / family / WEIGHTS), {}
-        for name, weight in weights.items():
-            stem = name.removesuffix(".weight")
-            if family == "kimi-k2.5" and ".experts." in name:
-                packed |= {f"{stem}.weight_{part}": value for part, value in pack_int4(weight).items()}
-            elif family == "deepseek-v3" and "_proj" in name:
-                packed[name], packed[f"{stem}.weight_scale_inv"] = pack_fp8(weight)
-            else:
-                packed[name] = weight
-        folders = [tmp_path / family / kind for kind in ("packed", "unpacked")]
-        for folder in folders:
-            folder.mkdir(parents=True)
-        text = CONFIGS[family].get("text_config", CONFIGS[family])
-        wrapper = CONFIGS[family] | (
-            {"text_config": text | {"quantization_config": config}}
-            if "text_config" in CONFIGS[family]
-            else {"quantization_config": config}
-        )
-        (folders[0] / "config.json").write_text(json.dumps(wrapper))
-        save_file(packed, folders[0] / WEIGHTS)
-        checkpoint = Checkpoint(folders[0])
-        read = weight_reader(checkpoint)
-        prefix = "language_model.model." if family == "kimi-k2.5" else "model."
-        linears = [name for name in weights if "_proj" in name]
-        unpacked = {name: read(name.removeprefix(prefix).removesuffix(".weight")) for name in linears}
-        changed = [name for name in linears if not torch.equal(unpacked[name], weights[name])]
-        assert len(changed) > 100
-        for name in changed:
-            assert (unpacked[name] - weights[name]).norm() < 0.2 * weights[name].norm()
-        (folders[1] / "config.json").write_text(json.dumps(CONFIGS[family]))
-        save_file(weights | unpacked, folders[1] / WEIGHTS)
-        assert torch.equal(states_of_layers(folders[0]), states_of_layers(folders[1]))
-        assert states_of_layers(folders[0]).shape == (LAYERS + 1, len(TOKENS), HIDDEN)
+    """Kimi-K2.5's experts are int4, all of DeepSeek-V3's linear layers fp8; the rest is plain."""
+    weights, packed, names = load_file(tiny / family / WEIGHTS), {}, []
+    for name, weight in weights.items():
+        stem = name.removesuffix(".weight")
+        if packing is INT4 and ".experts." in name:
+            packed |= {f"{stem}.weight_{part}": value for part, value in pack_int4(weight).items()}
+        elif packing is FP8 and "_proj" in name:
+            packed[name], packed[f"{stem}.weight_scale_inv"] = pack_fp8(weight)
+        else:
+            packed[name] = weight
+            continue
+        names.append(name)
+    text = CONFIGS[family].get("text_config", CONFIGS[family]) | {"quantization_config": packing}
+    write_model(tmp_path / "packed", CONFIGS[family] | {"text_config": text} if WRAPPED in names[0] else text, packed)
+    read = weight_reader(Checkpoint(tmp_path / "packed"))
+    unpacked = {name: read(name.rpartition("model.")[2].removesuffix(".weight")) for name in names}
+    assert len(unpacked) > 50
+    for name, weight in unpacked.items():
+        assert 0 < (weight - weights[name]).norm() < 0.2 * weights[name].norm()
+    write_model(tmp_path / "unpacked", CONFIGS[family], weights | unpacked)
+    states = states_of_layers(tmp_path / "packed")
+    assert torch.equal(states, states_of_layers(tmp_path / "unpacked"))
+    assert states.shape == (LAYERS + 1, len(TOKENS), HIDDEN)
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / WEIGHTS)
