@@ -143,13 +143,13 @@ def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: 
 
 
 def make_prompts(vocab_size: int, facts: ServerFacts, max_seq_len: int, seed: int) -> list[np.ndarray]:
-    """int32 prompts, no two beginning alike: short ones, and so many long ones that together they need two passes."""
+    """int32 prompts that begin differently: short ones, and so many long ones that together they need two passes."""
     random = np.random.default_rng(seed)
     longest = min(max_seq_len, facts.longest_prompt)
     long = min(facts.chunked_prefill_size + 17, longest)
     lengths = [length for length in SHORT_PROMPTS if length <= longest]
     lengths += [long] * (facts.chunked_prefill_size // long + 1)
-    firsts = random.permutation(vocab_size)[: len(lengths)]
+    firsts = np.resize(random.permutation(vocab_size), len(lengths))
     return [
         np.concatenate([[first], random.integers(0, vocab_size, length - 1)]).astype(np.int32)
         for first, length in zip(firsts, lengths, strict=True)
