@@ -29,6 +29,10 @@ class ModelError(InputError):
     """The checkpoint is missing or its config lacks what extraction needs."""
 
 
+class NoReferenceError(DrillcoreError):
+    """The checkpoint is of a kind whose layers are not computed here, so nothing can be compared with them."""
+
+
 class SpaceError(InputError):
     """The output or the staging directory has no room for what is planned."""
 

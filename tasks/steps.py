@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tasks.files import human_bytes, write_json
 from tasks.lineage.record import record_extraction
 from tasks.patching import check_signatures, server_paths
 from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
-from tasks.probe import ProbeReport, probe
+from tasks.probe import probe
 from tasks.report import markdown_report, write_report
 from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging
@@ -56,7 +56,6 @@ class Session:
         self.servers: list[Server] = []
         self.facts: list[ServerFacts] = []
         self.engine: PrefillEngine | None = None
-        self.report: ProbeReport | None = None
         self.resources = contextlib.ExitStack()
 
     def __enter__(self) -> "Session":
@@ -133,19 +132,9 @@ def probe_step(session: Session) -> None:
         with PrefillEngine([server], *limits) as engine:
             report = probe(engine, preflight.model, facts, config.dataset.max_seq_len)
         reports.append(report)
-        get_run_logger().info(
-            "%s: %d prompts in %.1f s; noise %s; lm_head picks the server's token at %.1f%% of %d positions",
-            server.url,
-            report.prompts,
-            report.seconds,
-            ", ".join(f"{value:.2g}" for value in report.noise),
-            100 * report.top_token_agreement,
-            report.positions,
-        )
+        get_run_logger().info("%s: %s", server.url, report.text())
     open_output(preflight)
     write_json(session.store.logs / "probe.json", [asdict(report) for report in reports])
-    # What a second extraction may differ by is what any of them differs by.
-    session.report = replace(reports[0], noise=[max(noise) for noise in zip(*(one.noise for one in reports))])
     engine = PrefillEngine(session.servers, *limits, preflight.most_failed)
     session.engine = session.resources.enter_context(engine)
 

@@ -13,7 +13,7 @@ from tasks.errors import TransientPrefillError
 from tasks.processes import start_of
 
 BUSY = "busy."  # and the process id: the plugin's mark, which holds when that process started
-METADATA = ("rms", "zero_rows", "nonfinite_rows", "chunks", "layers", "final_norm")
+METADATA = ("request", "rms", "zero_rows", "nonfinite_rows", "chunks", "layers", "final_norm")
 LOOKED_AT = 4  # elements of each token and state, evenly spread; only where all of them are zero, all others too
 BITS = {2: torch.int16, 4: torch.int32}  # by bytes an element: NumPy knows no bfloat16
 
@@ -75,13 +75,14 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads(file.metadata()["drillcore"])
-            rms, zero_rows, nonfinite_rows, chunks, layers, final_norm = (metadata[name] for name in METADATA)
+            request, rms, zero_rows, nonfinite_rows, chunks, layers, final_norm = (metadata[name] for name in METADATA)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
         aux, last, dump_ids = (tensors[name] for name in ("aux_hidden_states", "last_hidden_state", "input_ids"))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise TransientPrefillError(f"the dump {path.name} cannot be read: {error}") from error
     dtype = getattr(torch, expected.dtype)
     facts = {
+        "request": (request, path.stem),  # another one: left over from an earlier run
         "layers": (layers, expected.layers),
         "final norm": (final_norm, expected.final_norm),
         "shape of aux_hidden_states": (tuple(aux.shape), (len(ids), len(expected.layers) * expected.hidden_size)),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tasks.checkpoint import apply_final_norm, read_embedding, read_lm_head
+from tasks.checkpoint import Checkpoint
 from tasks.config import VerifyConfig
 from tasks.dataset.plan import Plan
 from tasks.dataset.rows import read_planned
@@ -77,17 +77,18 @@ class _Weights:
 
     def __init__(self, extraction: dict[str, Any]):
         try:
-            self.path = Path(extraction["config"]["model"]["path"])
+            path = Path(extraction["config"]["model"]["path"])
         except KeyError as error:
             raise ModelError("the output does not say where the checkpoint is") from error
-        if read_model(self.path).identity != extraction["parts"].get("model_identity"):
-            raise ModelError(f"{self.path} is not the checkpoint of this extraction any more")
+        if read_model(path).identity != extraction["parts"].get("model_identity"):
+            raise ModelError(f"{path} is not the checkpoint of this extraction any more")
         self.pre_norm = extraction["parts"]["final_norm"] == "pre"
-        self.embedding, self.head = read_embedding(self.path), read_lm_head(self.path)
+        self.checkpoint = Checkpoint(path)
+        self.embedding, self.head = self.checkpoint.embedding(), self.checkpoint.lm_head()
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
         """States as lm_head takes them, float32."""
-        return apply_final_norm(self.path, states.float()) if self.pre_norm else states.float()
+        return self.checkpoint.apply_final_norm(states.float()) if self.pre_norm else states.float()
 
 
 def prove(

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tasks.checkpoint import apply_final_norm, read_lm_head
+from tasks.checkpoint import Checkpoint
 from tasks.config import VerifyConfig
 from tasks.dataset.plan import Plan
 from tasks.dataset.rows import Row, read_planned
@@ -218,7 +218,8 @@ def _top_tokens(
 ) -> tuple[float, int, list[Problem]]:
     """Agreement, positions, and the rows whose stored final state does not name the server's own next token."""
     try:
-        head = read_lm_head(checkpoint)
+        weights = Checkpoint(checkpoint)
+        head = weights.lm_head()
     except ModelError:
         return 1.0, 0, []
     same = positions = 0
@@ -230,7 +231,7 @@ def _top_tokens(
         name, record = records[row.number]
         final = stored.at(record, row.number, places.tolist())[-1]
         if engine.captured.final_norm == "pre":
-            final = apply_final_norm(checkpoint, final)
+            final = weights.apply_final_norm(final)
         logits = torch.cat([final @ part.float().T for part in head.split(VOCABULARY_AT_ONCE)], dim=1)
         gap = (logits.max(dim=-1).values - logits.gather(1, theirs[:, None])[:, 0]) / logits.std(dim=-1)
         same += int((logits.argmax(dim=-1) == theirs).sum())

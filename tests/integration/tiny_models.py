@@ -101,7 +101,7 @@ def make_checkpoint(family: str, path: Path) -> None:
     """
     config = CONFIGS[family]
     model = AutoModelForCausalLM.from_config(_text_config(config), dtype=torch.float32)
-    _randomize(model, torch.Generator().manual_seed(SEED))
+    randomize(model, torch.Generator().manual_seed(SEED))
     model.save_pretrained(path)
     if "text_config" in config:
         weights = load_file(path / WEIGHTS)
@@ -136,7 +136,7 @@ def _text_config(config: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(**config.get("text_config", config))
 
 
-def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
+def randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Give each sublayer an output as large as its input: with the usual 0.02, tiny layers are nearly identities."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         noise = torch.randn(tensor.shape, generator=generator)

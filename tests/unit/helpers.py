@@ -189,6 +189,7 @@ class Request:
         """The dump that the plugin would write; `edit` spoils its metadata or tensors first."""
         aux, last = random_states(seed_of(self.ids), len(self.ids))
         metadata: dict[str, Any] = {
+            "request": self.rid,
             "layers": list(CAPTURED.layers),
             "final_norm": CAPTURED.final_norm,
             "chunks": 1,

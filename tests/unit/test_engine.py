@@ -111,6 +111,10 @@ def other_ids(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Non
     tensors["input_ids"] = tensors["input_ids"].flip(0).contiguous()
 
 
+def other_request(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    metadata["request"] = "drillcore-earlier-0-0-5"
+
+
 def wrong_layers(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     metadata["layers"] = [1, 3]
 
@@ -143,6 +147,7 @@ PASSING_FAULTS: list[tuple[str, Answer, str]] = [
     ("error record", error_record, "the capture failed: CaptureError: the radix cache is on"),
     ("truncated dump", truncated, r"\.safetensors cannot be read"),
     ("other ids", spoiled(other_ids), "holds other token ids than were sent"),
+    ("another run's", spoiled(other_request), "has the wrong request: drillcore-earlier-0-0-5, expected drillcore-"),
     ("not finite", spoiled(not_finite), "is damaged at layer 4: 2 tokens not finite, 0 all zero"),
     ("all zero", spoiled(all_zero), "is damaged at the final state: 0 tokens not finite, 1 all zero"),
     ("wrong layers", spoiled(wrong_layers), r"has the wrong layers: \[1, 3\], expected \[1, 4\]"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.checkpoint import apply_final_norm, read_lm_head
+from tasks.checkpoint import Checkpoint
 from tasks.config import CaptureConfig
 from tasks.errors import ModelError
 from tasks.model import Model, capture_layers
@@ -59,9 +59,9 @@ def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor], config: dic
 def test_the_head_is_found_in_any_file_and_the_embedding_where_they_are_tied(tmp_path: Path) -> None:
     head, embedding = torch.randn(5, 4), torch.randn(5, 4)
     write_checkpoint(tmp_path, {"model.embed_tokens.weight": embedding}, {})
-    assert torch.equal(read_lm_head(tmp_path), embedding)
+    assert torch.equal(Checkpoint(tmp_path).lm_head(), embedding)
     write_checkpoint(tmp_path, {"model.embed_tokens.weight": embedding, "lm_head.weight": head}, {})
-    assert torch.equal(read_lm_head(tmp_path), head)
+    assert torch.equal(Checkpoint(tmp_path).lm_head(), head)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "inside a wrapper"])
@@ -72,6 +72,8 @@ def test_the_last_norm_is_the_models_own(tmp_path: Path, wrapped: bool) -> None:
     write_checkpoint(
         tmp_path,
         {
+            f"{prefix}model.embed_tokens.weight": torch.ones(1, 2),
+            f"{prefix}model.layers.1.embed_tokens.weight": torch.ones(1, 2),  # a multi-token predictor's
             f"{prefix}model.layers.0.input_layernorm.weight": torch.ones(2),
             f"{prefix}model.layers.0.mlp.norm.weight": torch.ones(2) * 9,
             f"{prefix}model.norm.weight": weight,
@@ -79,10 +81,13 @@ def test_the_last_norm_is_the_models_own(tmp_path: Path, wrapped: bool) -> None:
         {"text_config": text} if wrapped else text,
     )
     expected = states / (12.5 + 7.5) ** 0.5 * weight  # the mean square of 3 and 4 is 12.5
-    assert torch.allclose(apply_final_norm(tmp_path, states), expected)
+    assert torch.allclose(Checkpoint(tmp_path).apply_final_norm(states), expected)
 
 
-def test_a_checkpoint_without_a_last_norm_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"lm_head.weight": torch.ones(2, 2)}, {})
-    with pytest.raises(ModelError, match=r"has no model\.norm\.weight"):
-        apply_final_norm(tmp_path, torch.ones(1, 2))
+    with pytest.raises(ModelError, match=r"has no embed_tokens\.weight"):
+        Checkpoint(tmp_path)
+    write_checkpoint(tmp_path, {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.ones(2, 2)}, {})
+    with pytest.raises(ModelError, match=r"has no weight model\.norm\.weight"):
+        Checkpoint(tmp_path).apply_final_norm(torch.ones(1, 2))
