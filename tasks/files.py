@@ -71,9 +71,10 @@ def checksum_of(path: Path) -> str:
 
 def _digest_of(path: Path, digest: Any) -> str:
     """In large pieces: between two of them, a thread that hashes waits until the others let it."""
+    piece = memoryview(bytearray(CHUNK))  # one for all: fresh memory costs as much as the reading
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
+        while length := file.readinto(piece):
+            digest.update(piece[:length])
     return digest.hexdigest()
 
 
