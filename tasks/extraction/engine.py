@@ -94,6 +94,8 @@ class PrefillEngine:
 
     def __enter__(self) -> "PrefillEngine":
         self._thread.start()
+        for lane in self._lanes:
+            asyncio.run_coroutine_threadsafe(lane.open(), self._loop).result()
         self._watches = [asyncio.run_coroutine_threadsafe(self._watch(lane), self._loop) for lane in self._lanes]
         return self
 

@@ -143,7 +143,7 @@ PASSING_FAULTS: list[tuple[str, Answer, str]] = [
     ("HTTP 503", status(503, "overloaded"), "HTTP 503: .*overloaded"),
     ("HTTP 500", status(500), "HTTP 500"),
     ("HTTP 429", status(429), "HTTP 429"),
-    ("hang up", lambda request: None, "RemoteProtocolError"),
+    ("hang up", lambda request: None, "ServerDisconnectedError"),
     ("error record", error_record, "the capture failed: CaptureError: the radix cache is on"),
     ("truncated dump", truncated, r"\.safetensors cannot be read"),
     ("other ids", spoiled(other_ids), "holds other token ids than were sent"),
