@@ -37,10 +37,13 @@ PROOF_TOKENS = 64
 # chooses experts of its own.
 REFERENCE_TOKENS, REFERENCE_TOKENS_OF_LARGE, LARGE = 6, 2, 64 << 30
 # Largest relative error between two prefills of one prompt: of its median token, and of any token. Batches of another
-# shape sum in another order; the rest is rounding. Where two experts are nearly tied, rounding decides which one a
-# token takes, and one token in many differs by as much; the states of another token differ by more.
+# shape sum in another order; the rest is rounding.
 NOISE_LIMIT = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-UNLIKE = {"float32": 1e-2, "bfloat16": 0.7, "float16": 0.7}
+UNLIKE = {"float32": 1e-2, "bfloat16": 0.5, "float16": 0.5}
+# Share of a prompt's tokens, and always one, that may be unlike in a mixture of experts: where two experts are nearly
+# tied, rounding decides which one a token takes. Seen of 250 tokens in bfloat16 against float32, tiny random experts: 3
+# above UNLIKE, up to 0.95.
+STRAYS = 0.05
 FEWEST_FOR_A_MEDIAN = 5  # tokens
 # Smallest relative difference between two prompts' states. Seen: 0.38 to 0.63 of SmolLM2, 1.3 of random weights.
 DIFFERENT = 0.1
@@ -118,11 +121,12 @@ def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: 
     alone = [_prefill(engine, [prompt])[0][0] for prompt in prompts]
     ones, _ = _prefill(engine, [prompt[:1] for prompt in prompts])
     check, reason = _check_layers(captured, model, ones)
-    first_tokens = _check_first_tokens(captured, ones, alone)
+    experts = bool(checkpoint.text.get("n_routed_experts"))
+    first_tokens = _check_first_tokens(captured, ones, alone, experts)
     agreement, positions, near_tie = _check_top_tokens(engine, checkpoint, alone)
     order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
     together, chunks = _prefill(engine, [*(prompts[number] for number in order), prompts[-1]])
-    noise, median_noise, token_noise = _check_agreement(captured, alone, together, [*order, len(prompts) - 1])
+    noise, median_noise, token_noise = _check_agreement(captured, alone, together, [*order, len(prompts) - 1], experts)
     difference = _check_difference(alone)
     tokens = sum(len(prompt) for prompt in prompts)
     return ProbeReport(
@@ -235,12 +239,12 @@ def _check_layers(captured: Captured, model: Model, ones: list[Sent]) -> tuple[L
     return check, None
 
 
-def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent]) -> list[float]:
+def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent], experts: bool) -> list[float]:
     """A token attends to none after it: the first state of a prompt is that of a prompt of its first token only."""
     firsts = torch.cat([sent.states[:, :1] for sent in alone], dim=1)
     expected = torch.cat([one.states for one in ones], dim=1)
     for state, errors in enumerate(token_errors(expected, firsts)):
-        if excess := _excess(errors, captured.dtype):
+        if excess := _excess(errors, captured.dtype, experts):
             sent = max(alone[: len(SHORT_PROMPTS)], key=lambda sent: len(sent.ids))
             one = expected[state, [id(sent) == id(other) for other in alone]]
             row = int((sent.states[state] - one).norm(dim=-1).argmin())
@@ -252,14 +256,18 @@ def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent])
     return relative_errors(expected, firsts)
 
 
-def _excess(errors: torch.Tensor, dtype: str) -> str | None:
+def _excess(errors: torch.Tensor, dtype: str, experts: bool) -> str | None:
     """What is too much about the errors [tokens] of one state between two prefills, in words."""
-    largest, median = float(errors.max()), float(errors.median())
+    strays = max(1, int(STRAYS * len(errors))) if experts else 0
+    if len(errors) <= strays:
+        return None
+    largest, median = float(errors.sort().values[-1 - strays]), float(errors.median())
     if len(errors) >= FEWEST_FOR_A_MEDIAN and not median <= NOISE_LIMIT[dtype]:
         return f"relative error {median:.3g} at the median token, {NOISE_LIMIT[dtype]:.3g} is rounding in {dtype}"
     if not largest <= UNLIKE[dtype]:
         return (
-            f"relative error {largest:.3g} at a token, {UNLIKE[dtype]:.3g} is the most that rounding makes in {dtype}"
+            f"relative error {largest:.3g} at {strays + 1} token(s), {UNLIKE[dtype]:.3g} is the most that rounding "
+            f"makes in {dtype}"
         )
     return None
 
@@ -307,7 +315,7 @@ def _explain_tokens(theirs: torch.Tensor, logits: torch.Tensor, other_norm: torc
 
 
 def _check_agreement(
-    captured: Captured, alone: list[Sent], together: list[Sent], order: list[int]
+    captured: Captured, alone: list[Sent], together: list[Sent], order: list[int], experts: bool
 ) -> tuple[list[float], float, float]:
     """together: the prompts of `alone` in the order `order`, one of them twice.
 
@@ -316,7 +324,7 @@ def _check_agreement(
     noise, median_noise, token_noise = [0.0] * len(captured.state_names()), 0.0, 0.0
     for number, sent in zip(order, together, strict=True):
         for state, errors in enumerate(token_errors(alone[number].states, sent.states)):
-            if excess := _excess(errors, captured.dtype):
+            if excess := _excess(errors, captured.dtype, experts):
                 raise ProbeError(
                     f"The same prompt of {len(sent.ids)} tokens alone and among others gives different states at "
                     f"{captured.state_names()[state]}: {excess}. "

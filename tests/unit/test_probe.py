@@ -15,7 +15,7 @@ import torch
 
 from tasks.errors import ModelError, NoReferenceError, ProbeError
 from tasks.model import read_model
-from tasks.probe import ProbeReport, probe
+from tasks.probe import ProbeReport, _excess, probe
 from tasks.server.dumps import Captured, Dump
 from tasks.server.facts import ServerFacts
 from tests.integration.tiny_models import CONTEXT, HIDDEN, LAYERS, make_checkpoint, reference_states
@@ -289,3 +289,14 @@ def test_much_is_found_without_a_comparison(
     monkeypatch.setattr("tasks.reference.PLAIN", ())
     with pytest.raises(ProbeError, match=message):
         run(llama, **arguments)
+
+
+def test_a_token_in_twenty_may_take_another_expert_and_no_more() -> None:
+    errors = torch.full((40,), 0.01)
+    errors[:2] = 0.9
+    assert _excess(errors, "bfloat16", experts=True) is None
+    assert _excess(errors[:1], "bfloat16", experts=True) is None
+    assert "relative error 0.9 at 1 token(s), 0.5 is the most" in str(_excess(errors, "bfloat16", experts=False))
+    errors[2] = 0.9
+    assert "relative error 0.9 at 3 token(s)" in str(_excess(errors, "bfloat16", experts=True))
+    assert "0.9 at the median token" in str(_excess(errors[:5], "bfloat16", experts=True))
