@@ -138,9 +138,9 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("version", "name", "final_norm", "arguments", "tensor_parallel"),
     [
-        ("0.5.23", "qwen3", "pre", ["--disable-overlap-schedule"], 1),
+        slow("0.5.23", "qwen3", "pre", ["--disable-overlap-schedule"], 1),
         ("0.5.23", "deepseek-v3", "post", [], 1),
-        ("0.5.23", "kimi-k2.5", "pre", [], 2),
+        slow("0.5.23", "kimi-k2.5", "pre", [], 2),
         slow("0.5.23", "deepseek-v3", "pre", DATA_PARALLEL_ATTENTION, 2),
         slow("0.5.23", "llama", "pre", ["--dp", "2"], 1),
         slow("0.5.17", "deepseek-v3", "post", [], 1),

@@ -78,7 +78,7 @@ def server(
         pytest.param(("float32", CHUNKED), BATCHED, id="chunked-batched"),
         pytest.param(("float32", CHUNKED), ALONE, id="chunked-alone", marks=pytest.mark.slow),
         pytest.param(("float32", UNCHUNKED), BATCHED, id="unchunked-batched", marks=pytest.mark.slow),
-        pytest.param(("float32", UNCHUNKED), ALONE, id="unchunked-alone"),
+        pytest.param(("float32", UNCHUNKED), ALONE, id="unchunked-alone", marks=pytest.mark.slow),
     ],
     indirect=["server"],
 )
@@ -92,7 +92,7 @@ def test_float32_states_equal_transformers(server: Serving, in_flight: int, exac
 @pytest.mark.parametrize(
     ("server", "in_flight"),
     [
-        pytest.param(("bfloat16", CHUNKED), BATCHED, id="chunked-batched"),
+        pytest.param(("bfloat16", CHUNKED), BATCHED, id="chunked-batched", marks=pytest.mark.slow),
         pytest.param(("bfloat16", UNCHUNKED), ALONE, id="unchunked-alone", marks=pytest.mark.slow),
     ],
     indirect=["server"],
