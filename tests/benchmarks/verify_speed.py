@@ -11,7 +11,7 @@ are removed afterwards. `xxhsum` is Debian's package xxhash.
 import argparse
 import json
 import os
-import resource
+import re
 import shutil
 import statistics
 import subprocess
@@ -89,12 +89,18 @@ def verify(store: Store, threads: int | None) -> dict[str, float]:
     """In this process: seconds and the process's largest memory (bytes)."""
     if threads:
         reading.THREADS = threads
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     started = time.perf_counter()
     verified = verify_store(store, store.root.parent / "dataset.jsonl", 0.0, VerifyConfig())
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"bytes": verified.bytes, "seconds": seconds, "peak": peak * 1024, "grown": (peak - before) * 1024}
+    peak = peak_memory()
+    return {"bytes": verified.bytes, "seconds": seconds, "peak": peak, "grown": peak - before}
+
+
+def peak_memory() -> int:
+    """Bytes that this process has used at most. (The figure of getrusage begins with that of its parent.)"""
+    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) * 1024
 
 
 def verify_apart(store: Store, threads: int = 0) -> dict[str, float]:
