@@ -69,7 +69,7 @@ def test_an_unknown_field_of_a_section_is_refused_with_the_nearest_known_one() -
 
 def test_an_unknown_field_like_no_other_is_refused_with_all_known_ones() -> None:
     message = refusal({"verify": {"zzz": 1}})
-    assert "verify.zzz: unknown field; known are reextract_share, reextract_rows." in message
+    assert "verify.zzz: unknown field; known are reextract_share, reextract_rows, argmax_share, argmax_rows." in message
 
 
 def test_a_missing_field_is_named() -> None:
