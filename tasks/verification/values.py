@@ -26,17 +26,13 @@ class Format:
         """Mask of all bits but the sign."""
         return int(np.iinfo(self.signed).max)
 
-    @property
-    def infinity(self) -> int:
-        """Bits of infinity: all larger magnitudes are NaN."""
-        return self.magnitude >> self.mantissa << self.mantissa
-
 
 FORMATS = {
     "bfloat16": Format(torch.bfloat16, np.int16, np.uint16, 7, enough=4),  # fp8 (e4m3) has 3
     "float16": Format(torch.float16, np.int16, np.uint16, 10, enough=8),  # bfloat16 has 7
     "float32": Format(torch.float32, np.int32, np.uint32, 23, enough=11),  # float16 has 10
 }
+BLOCK = 128 << 10  # values converted at a time
 JUDGED = 64  # values that must lack bits before it is no chance: 2 to the power of -64
 DISTINCT, DISTINCT_OF = 126, 1024  # fp8 has 126 magnitudes at any scale; of so many real bfloat16 values 300 differ
 
@@ -46,32 +42,41 @@ class Measured:
     """One tensor of a row, [tokens, states]; filled piece by piece."""
 
     norms: list[np.ndarray]
-    """float32: L2 norm of each token's state."""
-    largest: list[np.ndarray]
-    """Bits of each token's largest magnitude."""
+    """float32: L2 norm of each token's state. Not finite where a value is not, or is too large to square (1e19)."""
+    largest: np.ndarray
+    """[states]: bits of the largest magnitude in the tokens looked at closely."""
     used: np.ndarray
-    """[states]: mantissa bits that are set in any of the values looked at."""
+    """[states]: mantissa bits that are set in any of their values."""
     looked_at: int = 0
-    """Values a state that `used` comes from."""
+    """Values a state in those tokens: of each piece, the one with the largest norm."""
 
 
 def start(states: int, form: Format) -> Measured:
-    return Measured([], [], np.zeros(states, dtype=form.unsigned))
+    return Measured([], np.zeros(states, dtype=form.unsigned), np.zeros(states, dtype=form.unsigned))
 
 
-def measure(piece: np.ndarray, states: int, form: Format, into: Measured) -> None:
-    """piece: raw bytes of whole tokens, uint8 [tokens, bytes a token]."""
+def scratch() -> torch.Tensor:
+    """Memory that `measure` converts in; for one thread."""
+    return torch.empty(BLOCK, dtype=torch.float32)
+
+
+def measure(piece: np.ndarray, states: int, form: Format, into: Measured, memory: torch.Tensor) -> None:
+    """piece: raw bytes of whole tokens, uint8 [tokens, bytes a token]; memory: from `scratch`."""
     tokens = len(piece)
     values = torch.from_numpy(piece.reshape(-1)).view(form.torch_dtype).view(tokens, states, -1)
-    into.norms.append(torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).numpy())
-    bits: np.ndarray = piece.reshape(-1).view(form.signed).reshape(tokens, states, -1)
-    raw: np.ndarray = bits.view(form.unsigned)
-    # As integers, positive values are in order; negative ones are too when they are read as unsigned.
-    positive = np.maximum(bits.max(axis=-1), 0).view(form.unsigned)
-    into.largest.append(np.maximum(positive, raw.max(axis=-1) & form.magnitude))
-    some = raw[[0, tokens // 2, tokens - 1]]
-    into.used |= np.bitwise_or.reduce(some.transpose(1, 0, 2).reshape(states, -1), axis=1)
-    into.looked_at += some.shape[0] * some.shape[2]
+    # PyTorch's norm of bfloat16 takes twice as long as a conversion and a norm that both stay in the cache.
+    norms = np.empty((tokens, states), dtype=np.float32)
+    at = 0
+    for block in values.split(max(1, BLOCK // (states * values.shape[-1]))):
+        converted = memory[: block.numel()].view(block.shape) if block.numel() <= BLOCK else torch.empty(block.shape)
+        norms[at : at + len(block)] = torch.linalg.vector_norm(converted.copy_(block), dim=-1).numpy()
+        at += len(block)
+    into.norms.append(norms)
+    raw: np.ndarray = piece.reshape(-1).view(form.unsigned).reshape(tokens, states, -1)
+    close = raw[norms.argmax(axis=0), np.arange(states)]
+    into.used |= np.bitwise_or.reduce(close, axis=1)
+    into.largest = np.maximum(into.largest, (close & form.magnitude).max(axis=1))
+    into.looked_at += close.shape[1]
 
 
 def as_values(bits: np.ndarray, form: Format) -> np.ndarray:

@@ -1,16 +1,17 @@
 """How fast verification reads, beside `xxhsum` on the same files, and how much memory it takes.
 
-    python -m tests.benchmarks.verify_speed FOLDER --gib 1 4 [--out FILE]
+    python -m tests.benchmarks.verify_speed FOLDER [--gib 1] [--out FILE]
 
-Makes a store of each size in FOLDER (hidden 7168, three layers and the final state, bfloat16, rows of 512 to 4,096
-tokens), then alternates: `xxhsum -H2` of the shards, the whole of `verify_store` in a process of its own. All files
-stay in the page cache. The store is removed afterwards. `xxhsum` is Debian's package xxhash.
+Makes a store of that size in FOLDER, and then one of four times the size, to see whether memory grows (hidden 7168,
+three layers and the final state, bfloat16, rows of 512 to 4,096 tokens). Alternates: `xxhsum -H2` of the shards, the
+whole of `verify_store` in a process of its own, the same with one thread. All files stay in the page cache. The stores
+are removed afterwards. `xxhsum` is Debian's package xxhash.
 """
 
 import argparse
 import json
 import os
-import resource
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,11 +29,11 @@ from tasks.dataset.scan import scan_dataset
 from tasks.store.layout import Store, create_store, fingerprint_of
 from tasks.store.record import Record, RowRecord, write_record
 from tasks.store.shard import ShardWriter, row_bytes
-from tasks.verification import verify_store
+from tasks.verification import reading, verify_store
 
 HIDDEN, LAYERS, VOCABULARY = 7168, [1, 29, 57], 160_000
 SHARD = 256 << 20  # bytes
-PAIRS = 5
+ROUNDS = 5
 
 
 def make_store(folder: Path, size: int) -> Store:
@@ -84,18 +85,27 @@ def make_store(folder: Path, size: int) -> Store:
     return store
 
 
-def verify(store: Store) -> dict[str, float]:
+def verify(store: Store, threads: int | None) -> dict[str, float]:
     """In this process: seconds and the process's largest memory (bytes)."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if threads:
+        reading.THREADS = threads
+    before = peak_memory()
     started = time.perf_counter()
     verified = verify_store(store, store.root.parent / "dataset.jsonl", 0.0, VerifyConfig())
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"bytes": verified.bytes, "seconds": seconds, "peak": peak * 1024, "grown": (peak - before) * 1024}
+    peak = peak_memory()
+    return {"bytes": verified.bytes, "seconds": seconds, "peak": peak, "grown": peak - before}
 
 
-def verify_apart(store: Store) -> dict[str, float]:
+def peak_memory() -> int:
+    """Bytes that this process has used at most. (The figure of getrusage begins with that of its parent.)"""
+    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) * 1024
+
+
+def verify_apart(store: Store, threads: int = 0) -> dict[str, float]:
     command = [sys.executable, "-m", "tests.benchmarks.verify_speed", "--store", str(store.root)]
+    command += ["--threads", str(threads)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -111,19 +121,21 @@ def measure(folder: Path, gib: float) -> dict[str, object]:
     store = make_store(folder / f"verify-speed-{gib:g}", int(gib * (1 << 30)))
     try:
         verify_apart(store), xxhsum(store)  # everything is in the page cache now
-        pairs = [(xxhsum(store), verify_apart(store)) for _ in range(PAIRS)]
+        rounds = [(xxhsum(store), verify_apart(store), verify_apart(store, threads=1)) for _ in range(ROUNDS)]
     finally:
         shutil.rmtree(store.root.parent)
-    size = pairs[0][1]["bytes"]
-    theirs, ours = ([size / seconds / 1e9 for seconds in column] for column in
-                    ([one for one, _ in pairs], [other["seconds"] for _, other in pairs]))  # fmt: skip
+    size = rounds[0][1]["bytes"]
+    rates = {
+        "xxhsum": [size / seconds / 1e9 for seconds, _, _ in rounds],
+        "verify": [size / ours["seconds"] / 1e9 for _, ours, _ in rounds],
+        "verify_one_thread": [size / ours["seconds"] / 1e9 for _, _, ours in rounds],
+    }
     return {
         "bytes": size,
-        "xxhsum_gb_s": [round(rate, 2) for rate in theirs],
-        "verify_gb_s": [round(rate, 2) for rate in ours],
-        "verify_of_xxhsum": round(statistics.median(ours) / statistics.median(theirs), 3),
-        "peak_mib": round(max(other["peak"] for _, other in pairs) / (1 << 20)),
-        "grown_mib": round(max(other["grown"] for _, other in pairs) / (1 << 20)),
+        **{f"{name}_gb_s": [round(rate, 2) for rate in found] for name, found in rates.items()},
+        "verify_of_xxhsum": round(statistics.median(rates["verify"]) / statistics.median(rates["xxhsum"]), 3),
+        "peak_mib": round(max(ours["peak"] for _, ours, _ in rounds) / (1 << 20)),
+        "grown_mib": round(max(ours["grown"] for _, ours, _ in rounds) / (1 << 20)),
         "cores": os.cpu_count(),
     }
 
@@ -131,15 +143,16 @@ def measure(folder: Path, gib: float) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--gib", type=float, nargs="+", default=[1.0, 4.0])
+    parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.store:
-        print(json.dumps(verify(Store(options.store))))
+        print(json.dumps(verify(Store(options.store), options.threads)))
         return
     results = []
-    for gib in options.gib:
+    for gib in (options.gib, 4 * options.gib):
         results.append(measure(options.folder, gib))
         print(json.dumps(results[-1]), flush=True)
     if options.out:

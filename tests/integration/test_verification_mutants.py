@@ -159,9 +159,9 @@ def test_rounding_to_bfloat16_twice_loses_nothing(run: RealRun, tmp_path: Path) 
     assert verify(run.write(tmp_path / "real", only(9, rounded_twice))).verdict == "passed"
 
 
-def test_every_swap_of_two_rows_of_a_length_is_found(run: RealRun, tmp_path: Path) -> None:
-    """All of them, not a lucky one: rows of one length share the template and, some of them, most of their text."""
-    pairs = [(row, row + 4) for row in range(0, ROWS - 4, 8)] + [(row, row + 12) for row in range(4, 8)]
+def test_swaps_of_two_rows_of_each_length_are_found(run: RealRun, tmp_path: Path) -> None:
+    """Not one lucky pair: rows share the template, and some of them most of their text."""
+    pairs = [(0, 4), (5, 17), (10, 22), (15, 19)]
     for at, (one, other) in enumerate(pairs):
         found = problems(run.write(tmp_path / str(at), with_states_of(one, other)))
         assert sorted(int(line.split(" row ")[1].split(":")[0]) for line in found) == [one, other]

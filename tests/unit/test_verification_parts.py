@@ -17,7 +17,7 @@ from tasks.verification.distribution import find_outliers
 from tasks.verification.duplicates import find_duplicates
 from tasks.verification.kept import FILE
 from tasks.verification.reextract import choose_rows, differences, noise_limits
-from tasks.verification.values import FORMATS, as_values, few_magnitudes, lost_bits, measure, start
+from tasks.verification.values import BLOCK, FORMATS, as_values, few_magnitudes, lost_bits, measure, scratch, start
 from tests.unit.helpers import SmallStore, make_store
 
 NAMES = ["layer 1", "final"]
@@ -34,22 +34,33 @@ def test_norms_and_largest_values_are_those_of_torch(dtype: str) -> None:
     states[5, 1, 7], states[6, 2, 0] = -900.0, 0.0
     into = start(3, form)
     for first in range(0, 37, 10):
-        measure(raw_bytes(states[first : first + 10].flatten(1)), 3, form, into)
-    norms, bits = np.concatenate(into.norms), np.concatenate(into.largest)
+        measure(raw_bytes(states[first : first + 10].flatten(1)), 3, form, into, scratch())
+    norms, bits = np.concatenate(into.norms), into.largest
     np.testing.assert_allclose(norms, torch.linalg.vector_norm(states.float(), dim=-1).numpy(), rtol=1e-6)
-    np.testing.assert_array_equal(as_values(bits, form), states.float().abs().amax(-1).numpy())
+    largest = norms.argmax(axis=0)
+    expected = [float(states[token, state].float().abs().max()) for state, token in enumerate(largest)]
+    assert (as_values(bits, form) >= np.array(expected, dtype=np.float32)).all()
+    assert as_values(bits, form)[1] == float(torch.tensor(900.0).to(form.torch_dtype))
     assert lost_bits(into, form) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_not_finite_is_larger_than_every_number(dtype: str, value: float) -> None:
+def test_what_is_not_finite_has_no_finite_norm(dtype: str, value: float) -> None:
     form = FORMATS[dtype]
-    states = torch.full((4, 1, 8), torch.finfo(form.torch_dtype).max, dtype=form.torch_dtype)
+    states = torch.full((4, 1, 8), 6e4, dtype=form.torch_dtype)
     states[2, 0, 3] = value
     into = start(1, form)
-    measure(raw_bytes(states.flatten(1)), 1, form, into)
-    assert (np.concatenate(into.largest)[:, 0] >= form.infinity).tolist() == [False, False, True, False]
+    measure(raw_bytes(states.flatten(1)), 1, form, into, scratch())
+    assert np.isfinite(np.concatenate(into.norms)[:, 0]).tolist() == [True, True, False, True]
+
+
+def test_a_token_larger_than_a_block_is_measured_too() -> None:
+    states = torch.randn(2, 3, BLOCK // 2, generator=torch.Generator().manual_seed(9)).bfloat16()
+    into = start(3, FORMATS["bfloat16"])
+    measure(raw_bytes(states.flatten(1)), 3, FORMATS["bfloat16"], into, scratch())
+    expected = torch.linalg.vector_norm(states.float(), dim=-1).numpy()
+    np.testing.assert_allclose(np.concatenate(into.norms), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +80,14 @@ def test_precision_that_was_lost_on_the_way_shows(dtype: str, through: torch.dty
     states = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(2)).to(through).float()
     states[:, 0] = torch.randn(9, 64)
     into = start(2, form)
-    measure(raw_bytes(states.to(form.torch_dtype).flatten(1)), 2, form, into)
+    measure(raw_bytes(states.to(form.torch_dtype).flatten(1)), 2, form, into, scratch())
     assert lost_bits(into, form) == [0, lost]
 
 
 def test_a_few_values_without_low_bits_are_no_proof() -> None:
     form = FORMATS["bfloat16"]
     into = start(1, form)
-    measure(raw_bytes(torch.ones(3, 16, dtype=torch.bfloat16)), 1, form, into)
+    measure(raw_bytes(torch.ones(3, 16, dtype=torch.bfloat16)), 1, form, into, scratch())
     assert lost_bits(into, form) == [0]
 
 
