@@ -13,7 +13,7 @@ from tasks.store import lock
 from tasks.store.layout import Store
 from tests.faults.drill import Run, Site, committed, hashes, wait_until
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(2400)]
 
 SEED = 31
 STEPS_LATE = {"start": 8.0, "batches": 0.3, "verify": 0.6, "record": 0.6}  # seconds that a kill may come after its cue

@@ -12,7 +12,7 @@ import yaml
 from tasks.store.layout import Store
 from tests.faults.drill import Run, Site, committed, hashes, wait_until
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 POOL = "drillcore"  # prefect.yaml's
 
@@ -64,7 +64,6 @@ def test_a_worker_that_is_killed_takes_no_flow_with_it(site: Site, deployed: str
     worker.assert_no_orphans()
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_told_to_end_ends_its_flow_and_the_next_one_resumes(
     site: Site, deployed: str, tmp_path: Path
 ) -> None:
