@@ -59,6 +59,8 @@ def _extract(options: argparse.Namespace, only_failed: bool = False, deep: bool 
     config = load_config(options.config, options.set)
     # The page gets every line; the terminal gets the steps, the bar and the summary, unless more is asked for.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO" if options.verbose else "CRITICAL")
+    # Where the API is away, Prefect's client shows every event that it cannot send; run_with_prefect says it once.
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
     from flows.extract import extract
     from flows.run import run_with_prefect
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.drill import Site, make_rows, prefect_service, small_disk
+from tests.faults.drill import Run, Site, make_rows, prefect_service, small_disk
 from tests.integration.serving import CPU_ARGUMENTS, cpu_config, serving, stored_states
 from tests.integration.tiny_models import VOCABULARY, make_checkpoint
 from tests.unit.helpers import write_jsonl
@@ -44,3 +44,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         prefect.start()
         reference = dict(stored_states(running.extract(folder / "reference")))
         yield Site(folder, running, f"{prefect.url}/api", reference, size)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    Run.end_all()

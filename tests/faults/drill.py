@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import psutil
@@ -42,10 +42,14 @@ MARK = "DRILLCORE_DRILL"  # in the environment of a run and of all that it start
 class Run:
     """`python -m flows ...`, or another command, in a process of its own."""
 
+    started_here: ClassVar[list["Run"]] = []
+    """All of them, so that a drill that fails leaves none behind."""
+
     def __init__(self, command: list[str], environment: dict[str, str], folder: Path):
         self.mark = uuid.uuid4().hex
         self._out, self._err = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         self.started = time.monotonic()
+        self.started_here.append(self)
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 command, env=environment | {MARK: self.mark}, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err
@@ -63,7 +67,7 @@ class Run:
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def wait(self, seconds: float = 300) -> int:
+    def wait(self, seconds: float = 600) -> int:
         """The exit code. Fails the test, and ends the process, if it takes longer than `seconds`."""
         try:
             return self.process.wait(seconds)
@@ -74,6 +78,13 @@ class Run:
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
         self.process.wait()
+
+    @classmethod
+    def end_all(cls) -> None:
+        while cls.started_here:
+            for process in cls.started_here.pop().family():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def family(self) -> list[psutil.Process]:
         """The processes of this run that live: whatever became of their parents."""
@@ -223,7 +234,7 @@ def committed(store: Store) -> list[Path]:
     return sorted(store.shards.glob("[0-9]*.json"))
 
 
-def wait_for_commits(run: Run, store: Store, count: int, seconds: float = 120) -> None:
+def wait_for_commits(run: Run, store: Store, count: int, seconds: float = 300) -> None:
     """Wait until so many commit records are there; fails if the run ends before."""
 
     def there() -> bool:

@@ -51,6 +51,7 @@ def foreign(dump: Path, foreign: Path) -> None:
         (zeroed, "has holes: nothing was written at layer 0, token 0"),
         (foreign, "has the wrong shape of|holds other token ids than were sent"),
     ],
+    ids=["truncated", "zeroed", "foreign"],
 )
 def test_a_spoiled_dump_costs_one_retry(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, message: str

@@ -13,7 +13,7 @@ from tasks.store import lock
 from tasks.store.layout import Store
 from tests.faults.drill import Run, Site, committed, hashes, wait_until
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(2400)]
 
 SEED = 31
 STEPS_LATE = {"start": 8.0, "batches": 0.3, "verify": 0.6, "record": 0.6}  # seconds that a kill may come after its cue
@@ -76,7 +76,7 @@ def test_a_flow_that_is_killed_again_and_again_ends_complete(site: Site, tmp_pat
 def test_a_lock_of_a_writer_on_a_dead_host_is_taken_over(site: Site, tmp_path: Path) -> None:
     config, store = site.write_config(tmp_path / "output"), Store(tmp_path / "output")
     first = site.flows("extract", config)
-    wait_until(lambda: len(committed(store)) >= 2, 120, "two commit records")
+    wait_until(lambda: len(committed(store)) >= 2, 300, "two commit records")
     first.kill()
     kept = hashes(store)
     left = json.loads(store.lock.read_bytes())

@@ -72,9 +72,8 @@ class Scene:
         self.tell(f"the run ended with exit code {code}")
         assert code in (0, 1), self.run.err
         if code:
-            reason = self.run.err[self.run.err.rindex("\nE") if "\nE" in self.run.err else -2000 :]
-            assert "Error: " in self.run.err, self.run.err
-            assert "Traceback" not in self.run.err, self.run.err
+            reason = self.run.err.rpartition("\n\n")[2]  # the command line sets the error apart
+            assert "Error: " in reason, self.run.err
             self.tell(reason.strip()[:300])
         self.run.assert_no_orphans()
         return True

@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 from tasks.store.layout import Store
 from tests.faults.drill import Service, Site, mlflow_service, prefect_service, wait_for_commits
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
@@ -40,7 +40,6 @@ def test_a_prefect_api_that_is_away_for_a_while_costs_nothing(site: Site, tmp_pa
     site.assert_complete(store)
 
 
-@pytest.mark.slow
 def test_a_prefect_api_that_never_comes_back_costs_no_data(site: Site, tmp_path: Path, prefect: Service) -> None:
     config, store = site.write_config(tmp_path / "output"), Store(tmp_path / "output")
     run = site.flows("extract", config, PREFECT_API_URL=f"{prefect.url}/api")
@@ -61,7 +60,7 @@ def recorded(mlflow: Service) -> list[tuple[str, str]]:
     return [(run.info.status, run.data.tags["hidden_states.digest"]) for run in runs]
 
 
-@pytest.mark.parametrize("up_first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["killed", "never up"])
+@pytest.mark.parametrize("up_first", [True, False], ids=["killed", "never up"])
 def test_a_dead_mlflow_costs_no_data_and_is_told_later_once(
     site: Site, tmp_path: Path, mlflow: Service, up_first: bool
 ) -> None:

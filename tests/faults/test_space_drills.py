@@ -11,7 +11,7 @@ from tasks.steps import RETRY_DELAYS
 from tasks.store.layout import Store
 from tests.faults.drill import Ballast, Site, hashes, small_disk, wait_for_commits, wait_until
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 OUTPUT_BYTES = SPARE + (96 << 20)  # what preflight asks for, and a little more
 
@@ -36,7 +36,6 @@ def test_an_output_that_is_full_for_a_while_is_waited_for(site: Site, tmp_path: 
     site.assert_complete(store)
 
 
-@pytest.mark.slow
 def test_an_output_that_stays_full_ends_the_run_with_advice(site: Site, tmp_path: Path, disk: Path) -> None:
     store, ballast = Store(disk / "output"), Ballast(disk)
     config = site.write_config(store.root)

@@ -8,7 +8,7 @@ import pytest
 from tasks.store.layout import Store
 from tests.faults.drill import ROWS, Site, committed, hashes, wait_for_commits
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_second_run_is_refused_by_the_name_of_the_first_which_goes_on(site: Site, tmp_path: Path) -> None:
