@@ -176,7 +176,8 @@ class PrefillEngine:
         By its input log-probabilities.
         """
         body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
-        post = self._lanes[0].post("probe-top-tokens", ids, body)
+        # An id of its own: SGLang refuses one that it has at this moment, also of another run on the same server.
+        post = self._lanes[0].post(f"probe-{self.run}-{next(self._numbers)}", ids, body)
         answer = asyncio.run_coroutine_threadsafe(post, self._loop).result()
         meta = orjson.loads(answer.content)["meta_info"]
         tops = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
