@@ -5,6 +5,7 @@ python -m tests.benchmarks.gpu_report llama-8b.json deepseek.json
 
 import argparse
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ RATIOS = {
     ("memory", "serial"): 2.5,
     ("all", "memory"): 1.9,
 }
+# Of deployments/reference-case.md, where each step is shown.
+REFERENCE_TOKENS = 37_312 * 2_353
+REFERENCE_BYTES = 57_349  # a token
+REFERENCE_FLOP = 66.4e9  # a token
 
 
 def print_table(results: list[dict[str, Any]]) -> str:
@@ -56,9 +61,9 @@ def _section(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     bare = statistics.median(rates["bare"]) if "bare" in rates else None
-    for method, label in LABELS.items():
-        if method in rates:
-            lines.append(_line(label, rates[method], bare, result["bytes a token"] if method != "bare" else 0))
+    for method in sorted(rates, key=lambda method: [*LABELS, method].index(method)):
+        label = LABELS.get(method, method)
+        lines.append(_line(label, rates[method], bare, result["bytes a token"] if method != "bare" else 0))
     for label, rate in PUBLISHED.get(result["shape"], []):
         lines.append(_line(label, [rate], bare, 0))
     lines += ["", *(f"- {remark}" for remark in _remarks(result, rates)), "", f"`{result['command']}`"]
@@ -98,7 +103,8 @@ def _remarks(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]
         if "usage" in run:
             usage = run["usage"]
             remarks.append(
-                f"{run['method']}, run {run['round']}: {run['command_seconds']:.0f} s for the whole command; servers "
+                f"{run['method']}, run {run['round']}: {run['command_seconds']:.0f} s for the whole command, "
+                f"{run['step_seconds']['verify']:.0f} s of it verification; servers "
                 f"{usage['full']:.1%} full, {usage['starved']:.1%} without work, {usage['blocked']:.1%} waiting for "
                 f"staging, {usage['behind']:.1%} with writers behind; verified, {run['rows extracted again']} rows "
                 f"extracted again, largest difference {run['largest difference']:.2g}"
@@ -129,11 +135,58 @@ def _limits(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]:
     ]
 
 
+def reference_figures(result: dict[str, Any]) -> dict[str, str]:
+    """What deployments/reference-case.md says of one card, and its arithmetic for eight of them, by ⟨name⟩."""
+    facts, limits, rates = result["facts"], result["limits"], rates_of(result)
+    rate = statistics.median(rates["memory"])
+    flops = rate * result["operations"] / result["rows"]["tokens"]
+    flows = [run for run in result["runs"] if run["method"] == "memory"]
+    verify = statistics.median(run["bytes"] / run["step_seconds"]["verify"] for run in flows)
+    copied = rate * result["bytes a token"]
+    figures = {
+        "card": facts["card"],
+        "date": facts["date"],
+        "sglang": facts["sglang"],
+        "rate": f"{rate:,.0f}",
+        "kept": f"{ratio_of(result, 'memory', 'bare'):.1%}",
+        "gflop": f"{flops / rate / 1e9:.2f}",
+        "tflops": f"{flops / 1e12:,.0f}",
+        "share": f"{flops / 1e12 / limits['bf16, TFLOP/s']:.0%}",
+        "bf16": f"{limits['bf16, TFLOP/s']:,.0f}",
+        "probe": f"{statistics.median(run['step_seconds']['probe'] for run in flows):.1f}",
+        "verify": f"{verify / 1e9:.2f}",
+        "verify_hours": f"{REFERENCE_TOKENS * REFERENCE_BYTES / verify / 3600:.1f}",
+        "copied": f"{copied / 1e9:.2f}",
+        "bus": f"{copied / 1e9 / limits['device to host, GB/s']:.0%}",
+        "copied8": f"{8 * flops / REFERENCE_FLOP * REFERENCE_BYTES / 1e9:.2f}",
+    }
+    for cards in (8, 4):
+        expected = cards * flops / REFERENCE_FLOP
+        hours = REFERENCE_TOKENS / expected / 3600
+        figures |= {
+            f"rate{cards}": f"{expected:,.0f}",
+            f"hours{cards}": f"{hours:.1f}",
+            f"disk{cards}": f"{expected * REFERENCE_BYTES / 1e9:.2f}",
+            f"gpu{cards}": f"{8 * hours:.0f}",
+        }
+    return figures
+
+
+def fill(page: str, figures: dict[str, str]) -> str:
+    """The page with each ⟨name⟩ replaced. Raises KeyError for one that is not known."""
+    return re.sub("⟨([a-z0-9_]+)⟩", lambda found: figures[found[1]], page)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="raw JSON of gpu_table")
+    parser.add_argument("--page", type=Path, help="print this page, filled in, instead of the table")
     options = parser.parse_args()
-    print(print_table([json.loads(path.read_bytes()) for path in options.results]))
+    results = [json.loads(path.read_bytes()) for path in options.results]
+    if options.page:
+        print(fill(options.page.read_text(), reference_figures(results[0])), end="")
+    else:
+        print(print_table(results))
 
 
 if __name__ == "__main__":

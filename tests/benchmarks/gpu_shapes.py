@@ -110,8 +110,8 @@ class Shape:
 
 
 SHAPES = {
-    "llama-8b": Shape(LLAMA, 800_000, 131_072, transformers_beside=True),
-    "deepseek": Shape(DEEPSEEK, 450_000, 262_144, transformers_beside=False),
+    "llama-8b": Shape(LLAMA, 1_000_000, 131_072, transformers_beside=True),
+    "deepseek": Shape(DEEPSEEK, 500_000, 262_144, transformers_beside=False),
     # For a machine without a GPU: does everything run?
     "tiny-llama": Shape(
         LLAMA

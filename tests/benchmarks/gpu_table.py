@@ -12,6 +12,7 @@ Several GPUs: `--tensor-parallel 2` for servers that share them, `--servers 2` f
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -44,7 +45,8 @@ WARM_UP_TOKENS = 80_000  # kernels compile
 SHARD_BYTES = 512 << 20
 MOST_FAILURES = 2  # of one method, before it is left out
 
-METHODS: dict[str, Callable[[Bench, int], dict[str, Any]]] = {
+Method = Callable[[Bench, int], dict[str, Any]]
+METHODS: dict[str, Method] = {
     "bare": gpu_methods.prefill_bare,
     "capture": gpu_methods.capture_only,
     "memory": gpu_methods.flow_to_memory,
@@ -53,7 +55,9 @@ METHODS: dict[str, Callable[[Bench, int], dict[str, Any]]] = {
     "disk": gpu_methods.flow_to_disk,
 }
 TRANSFORMERS = "transformers"
-DEFAULT_METHODS = ["bare", "capture", "memory", "serial", TRANSFORMERS, "disk"]
+DEFAULT_METHODS = ["bare", "memory", "serial", TRANSFORMERS]
+AFTERWARDS = ["capture", "disk"]
+LOADING = 60.0  # seconds that must be left to load a model once more
 
 
 class Results:
@@ -139,7 +143,7 @@ def _measure(options: argparse.Namespace, shape: Shape, results: Results, stack:
     bare = prepare_server(config, shape.layers, logs.with_name(f"{logs.name}.bare.log"), bare=True)
     bench = Bench(
         *(shape, memory / "model", dataset, prompts, bare, ours, memory, disk, logs.with_name(f"{logs.name}.flow.log")),
-        settings=_flow_settings(options),
+        settings=_flow_settings(options.set),
         time_left=lambda: options.deadline - (time.monotonic() - STARTED),
     )
     beside = TRANSFORMERS in options.methods and shape.transformers_beside
@@ -152,7 +156,7 @@ def _measure(options: argparse.Namespace, shape: Shape, results: Results, stack:
             results.set("start_seconds", time.monotonic() - started)
             if touched:
                 results.set("touch_seconds", touched.result())
-        methods = {name: METHODS[name] for name in options.methods if name in METHODS}
+        methods: dict[str, Method] = {name: METHODS[name] for name in options.methods if name in METHODS}
         if beside:
             model = _transformers(bench, options.device, results)
             methods[TRANSFORMERS] = model.run
@@ -161,7 +165,11 @@ def _measure(options: argparse.Namespace, shape: Shape, results: Results, stack:
         for server, staging in [(bare, None), *((one, one.staging) for one in ours)]:
             prefill_all(server.url, "warm", warm_up, staging)
         _take_turns(bench, methods, options.rounds, results)
+        _take_turns(bench, _afterwards(options), options.rounds, results)
     if TRANSFORMERS in options.methods and not beside:
+        if bench.time_left() < LOADING:
+            results.leave_out(TRANSFORMERS, 0, "no time left")
+            return
         model = _transformers(bench, options.device, results)
         _take_turns(bench, {TRANSFORMERS: model.run}, options.rounds, results)
     if TRANSFORMERS in options.methods and bench.samples:
@@ -196,13 +204,24 @@ def _server_config(options: argparse.Namespace, shape: Shape, memory: Path, data
     return parse_config(values, "of the benchmark")
 
 
-def _flow_settings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def _flow_settings(assignments: list[str]) -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {"output": {"shard_bytes": SHARD_BYTES}}
-    for setting in options.set:
-        name, _, value = setting.partition("=")
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
         section, _, field = name.partition(".")
         settings.setdefault(section, {})[field] = yaml.safe_load(value)
     return settings
+
+
+def _afterwards(options: argparse.Namespace) -> dict[str, Method]:
+    """More methods, and the flow to shared memory with another setting each."""
+
+    def varied(assignment: str) -> Method:
+        settings = _flow_settings([*options.set, assignment])
+        return lambda bench, number: gpu_methods.flow_to_memory(dataclasses.replace(bench, settings=settings), number)
+
+    methods = {name: METHODS[name] for name in options.afterwards}
+    return methods | {f"memory {assignment}": varied(assignment) for assignment in options.vary}
 
 
 def _transformers(bench: Bench, device: str, results: Results) -> Transformers:
@@ -215,9 +234,7 @@ def _transformers(bench: Bench, device: str, results: Results) -> Transformers:
     return model
 
 
-def _take_turns(
-    bench: Bench, methods: dict[str, Callable[[Bench, int], dict[str, Any]]], rounds: int, results: Results
-) -> None:
+def _take_turns(bench: Bench, methods: dict[str, Method], rounds: int, results: Results) -> None:
     """Each method in turn, as often as asked for, while the time lasts; one that fails again and again is left out."""
     took: dict[str, float] = {}
     failures = dict.fromkeys(methods, 0)
@@ -245,9 +262,10 @@ def _options() -> argparse.Namespace:
 
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--out", type=Path, required=True, help="raw JSON; logs are written beside it")
-    parser.add_argument(
-        "--methods", nargs="+", choices=[*METHODS, TRANSFORMERS], default=DEFAULT_METHODS, help="default: all but `all`"
-    )
+    for name, default, text in (("methods", DEFAULT_METHODS, "in turn"), ("afterwards", AFTERWARDS, "then, in turn")):
+        choices = [*METHODS, *([TRANSFORMERS] if name == "methods" else [])]
+        text += f" (default: {' '.join(default)})"
+        parser.add_argument(f"--{name}", nargs="*", choices=choices, default=default, help=text)
     option("--rounds", int, 3, "how often each method has its turn")
     option("--deadline", float, 3600.0, "seconds from the start after which nothing new is begun")
     option("--tokens", int, None, "of one run of bare, capture and the flow; default: the shape's")
@@ -265,8 +283,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of the flow's config"
     )
+    parser.add_argument(
+        "--vary", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="afterwards: `memory` with each of these"
+    )
     options = parser.parse_args()
-    if "all" in options.methods and options.servers < 2:
+    if "all" in [*options.methods, *options.afterwards] and options.servers < 2:
         parser.error("the method `all` needs --servers 2 or more")
     return options
 
