@@ -4,7 +4,6 @@ The rows are the same for all. Methods that take one row at a time do as many as
 """
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -29,7 +28,8 @@ from tasks.probe import NOISE_LIMIT, relative_errors
 from tasks.server.launch import ManagedServer
 from tasks.store.layout import Store
 from tasks.store.runs import read_runs
-from tasks.verification import COMPARISON, read_manifest
+from tasks.verification import read_manifest
+from tasks.verification.reextract import read_comparison
 from tests.benchmarks.gpu_server import check_no_error, prefill_all, request_body
 from tests.benchmarks.gpu_shapes import Shape
 from tests.integration.serving import stored_states
@@ -121,7 +121,8 @@ def _flow(bench: Bench, output: Path, servers: list[ManagedServer]) -> dict[str,
         command_seconds = time.monotonic() - started
         store = Store(output)
         manifest, run = read_manifest(store), read_runs(store)[-1]
-        comparison = json.loads((store.logs / COMPARISON).read_bytes())
+        comparison = read_comparison(store, manifest["records_sha256"])
+        assert comparison is not None  # there is no manifest without it
         if not bench.samples:
             bench.samples = _samples(store)
         return {
@@ -136,8 +137,8 @@ def _flow(bench: Bench, output: Path, servers: list[ManagedServer]) -> dict[str,
             "usage": run["usage"],
             "retries": run["retries"],
             "verified": True,  # there is a manifest
-            "rows extracted again": len(comparison["rows"]),
-            "largest difference": comparison["largest_difference"],
+            "rows extracted again": len(comparison.rows),
+            "largest difference": comparison.largest_difference,
         }
     finally:
         shutil.rmtree(output, ignore_errors=True)
