@@ -115,28 +115,38 @@ def _flow(bench: Bench, output: Path, servers: list[ManagedServer]) -> dict[str,
     values = {name: value | bench.settings.get(name, {}) if isinstance(value, dict) else value
               for name, value in (bench.settings | values).items()}  # fmt: skip
     write_json(config, values)
+    store, refused = Store(output), None
     try:
         started = time.monotonic()
-        _run([sys.executable, "-m", "flows", "extract", str(config)], bench)
+        try:
+            _run([sys.executable, "-m", "flows", "extract", str(config)], bench)
+        except RuntimeError as error:
+            if not read_runs(store):  # nothing was extracted to the end
+                raise
+            refused = str(error)
         command_seconds = time.monotonic() - started
-        store = Store(output)
-        manifest, run = read_manifest(store), read_runs(store)[-1]
-        comparison = read_comparison(store, manifest["records_sha256"])
-        assert comparison is not None  # there is no manifest without it
-        if not bench.samples:
-            bench.samples = _samples(store)
-        return {
+        run = read_runs(store)[-1]
+        figures = {
             "tokens": run["tokens"],
             "seconds": run["seconds"],
             "command_seconds": command_seconds,
             "step_seconds": _step_seconds(),
             "servers": len(servers),
+            "usage": run["usage"],
+            "retries": run["retries"],
+            "verified": refused is None,
+        }
+        if not bench.samples:
+            bench.samples = _samples(store)
+        if refused:
+            return figures | {"refused": refused}
+        manifest = read_manifest(store)
+        comparison = read_comparison(store, manifest["records_sha256"])
+        assert comparison is not None  # there is no manifest without it
+        return figures | {
             "bytes": manifest["bytes"],
             "shards": manifest["shards"],
             "rows_by_state": manifest["rows_by_state"],
-            "usage": run["usage"],
-            "retries": run["retries"],
-            "verified": True,  # there is a manifest
             "rows extracted again": len(comparison.rows),
             "largest difference": comparison.largest_difference,
         }

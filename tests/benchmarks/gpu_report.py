@@ -104,10 +104,9 @@ def _remarks(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]
             usage = run["usage"]
             remarks.append(
                 f"{run['method']}, run {run['round']}: {run['command_seconds']:.0f} s for the whole command, "
-                f"{run['step_seconds']['verify']:.0f} s of it verification; servers "
+                f"{run['step_seconds'].get('verify', 0):.0f} s of it verification; servers "
                 f"{usage['full']:.1%} full, {usage['starved']:.1%} without work, {usage['blocked']:.1%} waiting for "
-                f"staging, {usage['behind']:.1%} with writers behind; verified, {run['rows extracted again']} rows "
-                f"extracted again, largest difference {run['largest difference']:.2g}"
+                f"staging, {usage['behind']:.1%} with writers behind; {_verified(run)}"
             )
     if values := result.get("values against Transformers"):
         remarks.append(
@@ -117,6 +116,13 @@ def _remarks(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]
         )
     remarks += [f"not run: {one['method']} {one['round']}, {one['reason'][:200]}" for one in result["not run"]]
     return remarks
+
+
+def _verified(run: dict[str, Any]) -> str:
+    if not run["verified"]:
+        return f"NOT VERIFIED: {run['refused'][-300:]}"
+    again, largest = run["rows extracted again"], run["largest difference"]
+    return f"verified, {again} rows extracted again, largest difference {largest:.2g}"
 
 
 def _limits(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]:
@@ -140,7 +146,7 @@ def reference_figures(result: dict[str, Any]) -> dict[str, str]:
     facts, limits, rates = result["facts"], result["limits"], rates_of(result)
     rate = statistics.median(rates["memory"])
     flops = rate * result["operations"] / result["rows"]["tokens"]
-    flows = [run for run in result["runs"] if run["method"] == "memory"]
+    flows = [run for run in result["runs"] if run["method"] == "memory" and run["verified"]]
     verify = statistics.median(run["bytes"] / run["step_seconds"]["verify"] for run in flows)
     copied = rate * result["bytes a token"]
     figures = {

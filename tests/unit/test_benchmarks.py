@@ -34,6 +34,7 @@ def result(*runs: dict[str, Any]) -> dict[str, Any]:
 
 
 FLOW = {
+    "verified": True,
     "command_seconds": 30.0,
     "step_seconds": {"verify": 2.0, "probe": 1.5},
     "bytes": 4e9,
