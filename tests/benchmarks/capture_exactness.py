@@ -2,7 +2,7 @@
 
 Two implementations of one bfloat16 model differ by rounding, and where a router's two best experts are nearly tied, by
 a whole expert. Both are seen in Transformers' own float32 states, too: each token state's error against them is
-compared with the error that Transformers' own bfloat16 run has.
+compared with the error that Transformers' own bfloat16 run has. All servers are up at once.
 
     python -m tests.benchmarks.capture_exactness --out capture-exactness.json
 """
@@ -11,13 +11,17 @@ import argparse
 import json
 import random
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from tests.benchmarks.gpu_server import facts, gpu_server, prefill_all
+from tasks.config import parse_config
+from tasks.files import write_json
+from tasks.server.launch import ManagedServer
+from tests.benchmarks.gpu_server import facts, prefill_all, prepare_server, running, server_arguments
 from tests.integration.tiny_models import CONFIGS, LAYERS, VOCABULARY, make_checkpoint, reference_states
 
 CAPTURED = list(range(LAYERS - 1))
@@ -39,43 +43,80 @@ WIDER: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS, LONGEST = 96, 1900
+CASES = ("post:8192", "pre:512")  # the final state taken, and most tokens of one forward pass
+CACHE_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server with one way to capture."""
+
+    family: str
+    final_norm: str
+    chunk: int
+    server: ManagedServer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=WIDER, default=list(WIDER), help="default: all")
-    parser.add_argument("--out", type=Path, required=True, help="raw JSON")
-    options = parser.parse_args()
+    options = _options()
     choose = random.Random(20)
     prompts = [
         [choose.randrange(VOCABULARY) for _ in range(choose.choice([1, 2, choose.randint(3, LONGEST)]))]
-        for _ in range(PROMPTS)
+        for _ in range(options.prompts)
     ]
-    result: dict[str, Any] = facts() | {"prompts": PROMPTS, "tokens": sum(map(len, prompts)), "runs": []}
-    for family in options.families:
-        CONFIGS[family] |= WIDER[family]
-        with tempfile.TemporaryDirectory() as folder:
-            model = Path(folder, "model")
+    result: dict[str, Any] = facts(options.device) | {"prompts": len(prompts), "tokens": sum(map(len, prompts))}
+    result["runs"] = []
+    with tempfile.TemporaryDirectory(prefix="drillcore-benchmark-", dir="/dev/shm") as folder:
+        cases, references = [], {}
+        for family in options.families:
+            CONFIGS[family] |= WIDER[family]
+            model = Path(folder, family)
             make_checkpoint(family, model)
-            exact = reference_states(model, prompts, torch.float32, "cuda")
-            rounded = reference_states(model, prompts, torch.bfloat16, "cuda")
-            for final_norm, chunk in (("post", 8192), ("post", 512), ("pre", 512)):
-                arguments = [
-                    "--dtype",
-                    "bfloat16",
-                    "--chunked-prefill-size",
-                    str(chunk),
-                    "--mem-fraction-static",
-                    "0.3",
-                ]
-                capture = {"layers": CAPTURED, "final_norm": final_norm}
-                with gpu_server(model, 31002, arguments, capture) as server:
-                    _, dumps = prefill_all(server, "exact", prompts, keep=True)
-                    run = compare(dumps, prompts, exact, rounded, final_norm)
-                    run["left in staging"] = sorted(file.name for file in server.staging.iterdir())[:-PROMPTS]
-                result["runs"].append({"family": family, "final norm": final_norm, "chunk": chunk, **run})
-                print(json.dumps(result["runs"][-1]), flush=True)
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+            cases += [_case(family, case, Path(folder), options) for case in options.cases]
+            references[family] = [
+                reference_states(model, prompts, dtype, options.device) for dtype in (torch.float32, torch.bfloat16)
+            ]
+        with running([case.server for case in cases]):
+            for case in cases:
+                staging = case.server.staging
+                _, dumps = prefill_all(case.server.url, "exact", prompts, staging, keep=True)
+                run = {"family": case.family, "final norm": case.final_norm, "chunk": case.chunk}
+                run |= compare(dumps, prompts, *references[case.family], case.final_norm)
+                left = {file.name for file in staging.iterdir() if file not in dumps}
+                run["left in staging"] = sorted(name for name in left if not name.startswith(("ready.", "owner.")))
+                result["runs"].append(run)
+                print(json.dumps(run), flush=True)
+                write_json(options.out, result)
+
+
+def _case(family: str, case: str, folder: Path, options: argparse.Namespace) -> Case:
+    final_norm, _, chunk = case.partition(":")
+    values = {
+        "name": "exactness",
+        "dataset": {"path": str(folder / "unused"), "max_seq_len": LONGEST},
+        "model": {"path": str(folder / family)},
+        "capture": {"layers": CAPTURED, "final_norm": final_norm},
+        "server": {
+            "device": options.device,
+            "chunked_prefill_size": int(chunk),
+            "arguments": server_arguments(options.device, CACHE_TOKENS),
+        },
+        "staging": {"path": str(folder / "staging")},
+        "output": {"path": str(folder / "unused")},
+    }
+    log = options.out.absolute().with_name(f"{options.out.stem}.{family}-{final_norm}-{chunk}.log")
+    server = prepare_server(parse_config(values, "of the benchmark"), CAPTURED, log)
+    return Case(family, final_norm, int(chunk), server)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=WIDER, default=list(WIDER), help="default: all")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="NORM:CHUNK", help=f"default: {' '.join(CASES)}")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="default: %(default)s")
+    parser.add_argument("--out", type=Path, required=True, help="raw JSON; logs are written beside it")
+    return parser.parse_args()
 
 
 def compare(

@@ -14,7 +14,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,13 @@ import numpy as np
 from deployments import demo
 from tasks.dataset.rows import Row
 from tasks.extraction.engine import PrefillEngine
-from tasks.patching.plugin import CPU
-from tasks.preflight import Preflight
 from tasks.server.launch import ManagedServer
-from tests.benchmarks.gpu_server import IN_FLIGHT, GpuServer, prefill_all
+from tests.benchmarks.gpu_server import REQUESTS_IN_FLIGHT, prefill_all, prepare_server, running
 from tests.integration.serving import cpu_config, serving
 from tests.integration.tiny_models import VOCABULARY, make_checkpoint
 
 MODELS = {"tiny-llama": lambda path: make_checkpoint("llama", path), "smollm2": demo.make_checkpoint}
 ONE_AT_A_TIME = 4  # of so many prompts, one is also prefilled with nothing beside it
-
-
-@contextlib.contextmanager
-def bare_server(preflight: Preflight, log: Path) -> Iterator[GpuServer]:
-    """The server that the extraction would start, without the capture plugin."""
-    assert preflight.installation is not None
-    server = ManagedServer(preflight.config, preflight.installation, preflight.layers, log)
-    server.environment["PYTHONPATH"] = str(CPU)
-    del server.environment["DRILLCORE_CAPTURE"]
-    try:
-        server.start()
-        yield GpuServer(server.url, None)
-    finally:
-        server.stop()
 
 
 def through_engine(engine: PrefillEngine, rows: list[Row]) -> float:
@@ -56,9 +39,9 @@ def through_engine(engine: PrefillEngine, rows: list[Row]) -> float:
     return _tokens(rows) / (time.monotonic() - started)
 
 
-def by_plain_client(server: GpuServer, name: str, rows: list[Row]) -> float:
+def by_plain_client(server: ManagedServer, name: str, rows: list[Row]) -> float:
     """Tokens a second of the same rows, without an engine."""
-    seconds, _ = prefill_all(server, name, [row.input_ids.tolist() for row in rows])
+    seconds, _ = prefill_all(server.url, name, [row.input_ids.tolist() for row in rows])
     return _tokens(rows) / seconds
 
 
@@ -85,11 +68,13 @@ def main() -> None:
         (folder / "dataset.jsonl").write_text("\n".join(lines) + "\n")
         MODELS[options.model](folder / "model")
         config = cpu_config(folder / "model", folder / "dataset.jsonl", folder / "output", Path(staging))
-        with serving(config, folder / "capture.log") as up, bare_server(up.preflight, folder / "bare.log") as bare:
+        with serving(config, folder / "capture.log") as up, contextlib.ExitStack() as stack:
+            bare = prepare_server(config, up.preflight.layers, folder / "bare.log", bare=True)
+            stack.enter_context(running([bare]))
             rows = up.rows()
-            with up.engine(requests_in_flight=IN_FLIGHT) as engine:
-                through_engine(engine, rows[:IN_FLIGHT])  # kernels and caches warm up
-                by_plain_client(bare, "warm", rows[:IN_FLIGHT])
+            with up.engine(requests_in_flight=REQUESTS_IN_FLIGHT) as engine:
+                through_engine(engine, rows[:REQUESTS_IN_FLIGHT])  # kernels and caches warm up
+                by_plain_client(bare, "warm", rows[:REQUESTS_IN_FLIGHT])
                 for pair in range(options.pairs):
                     rates["engine"].append(through_engine(engine, rows))
                     rates["bare"].append(by_plain_client(bare, f"pair{pair}", rows))
@@ -102,7 +87,7 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "prompts": len(rows),
         "tokens": _tokens(rows),
-        "in flight": IN_FLIGHT,
+        "in flight": REQUESTS_IN_FLIGHT,
         "tokens a second": rates | {"engine, one in flight": alone},
         "kept": kept,
         "median kept": statistics.median(kept),

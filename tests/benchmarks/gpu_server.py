@@ -1,104 +1,107 @@
-"""An SGLang server on a GPU for benchmarks, with or without the capture plugin, and a client that keeps it full."""
+"""SGLang servers for benchmarks, with the capture plugin or bare, and a client that keeps one full.
+
+Servers are started as an extraction starts its own: same command, same guardian, which ends them with this process.
+"""
 
 import asyncio
 import contextlib
-import json
 import os
-import shlex
-import shutil
-import signal
-import subprocess
+import re
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 
-PLUGIN = Path(__file__).resolve().parents[2] / "patches" / "capture"
-IN_FLIGHT = 64
-START_TIMEOUT = 400.0  # seconds
-ARGUMENTS = (
-    "--skip-tokenizer-init --skip-server-warmup --host 127.0.0.1 --disable-cuda-graph --disable-radix-cache "
-    "--attention-backend triton --sampling-backend pytorch --grammar-backend none"
-)
+from tasks.config import ExtractConfig
+from tasks.errors import ServerError
+from tasks.patching import find_installation
+from tasks.patching.plugin import CAPTURE
+from tasks.server.launch import ManagedServer
+
+REQUESTS_IN_FLIGHT = 64
+# Kernels that need no download and no compiler where the benchmark runs.
+GPU_ARGUMENTS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+GPU_ARGUMENTS += ["--mem-fraction-static", "0.9"]  # of what is free; the cache is limited by its tokens
+CPU_ARGUMENTS = ["--sleep-on-idle", "--mem-fraction-static", "0.5"]
 
 
-@dataclass(frozen=True)
-class GpuServer:
-    """A server that is up; staging is None where it does not capture."""
+def server_arguments(device: str, cache_tokens: int) -> list[str]:
+    """What several servers on one device need beyond what every extraction's server is given."""
+    return [*(CPU_ARGUMENTS if device == "cpu" else GPU_ARGUMENTS), "--max-total-tokens", str(cache_tokens)]
 
-    url: str
-    staging: Path | None
+
+def prepare_server(
+    config: ExtractConfig, layers: list[int], log: Path, number: int = 0, bare: bool = False
+) -> ManagedServer:
+    """A server that is not started yet; bare: without the plugin. number: which GPUs, where there are several."""
+    server = ManagedServer(config, find_installation(config.server.interpreter), layers, log, number)
+    if bare:
+        del server.environment["DRILLCORE_CAPTURE"]
+        paths = server.environment["PYTHONPATH"].split(os.pathsep)
+        server.environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != str(CAPTURE))
+    return server
 
 
 @contextlib.contextmanager
-def gpu_server(model: Path, port: int, arguments: list[str], capture: dict[str, Any] | None) -> Iterator[GpuServer]:
-    """Start a server and end it afterwards. capture: layers and final_norm of the plugin, or None for a bare server."""
-    url = f"http://127.0.0.1:{port}"
-    if _answers(url):
-        raise RuntimeError(f"a server answers at {url} already: end it first")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that a benchmark that is ended ends its servers
-    environment, staging = dict(os.environ), None
-    if capture:
-        staging = Path(f"/dev/shm/drillcore-benchmark-{port}")
-        shutil.rmtree(staging, ignore_errors=True)
-        environment["DRILLCORE_CAPTURE"] = json.dumps({"staging": str(staging), **capture})
-        environment["PYTHONPATH"] = f"{PLUGIN}:{environment.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-    log = Path(f"/tmp/server-{port}.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *shlex.split(ARGUMENTS), *arguments],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+def running(servers: Sequence[ManagedServer]) -> Iterator[None]:
+    """Start servers, all at once; one that does not come up is tried once more, alone. End them afterwards."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+        with ThreadPoolExecutor(len(servers), thread_name_prefix="server-start") as threads:
+            failed = [server for server, error in zip(servers, threads.map(_start, servers)) if error]
+        for server in failed:
+            server.restart()
+        yield
+
+
+def _start(server: ManagedServer) -> ServerError | None:
     try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-4000:]}")
-            time.sleep(0.5)
-        yield GpuServer(url, staging)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if staging:
-            shutil.rmtree(staging, ignore_errors=True)
+        server.start()
+    except ServerError as error:
+        print(f"to be started once more: {error}", file=sys.stderr, flush=True)
+        return error
+    return None
 
 
-def prefill_all(server: GpuServer, run: str, prompts: list[list[int]], keep: bool = False) -> tuple[float, list[Path]]:
-    """Prefill all prompts, IN_FLIGHT at a time; returns seconds and the dumps, which are deleted unless `keep`.
+def request_body(request: str, ids: list[int]) -> bytes:
+    """A prefill, and nothing else, as JSON."""
+    return orjson.dumps({"rid": request, "input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}})
 
-    A prompt is done when its dump is there, or, without a plugin, when the server has answered.
+
+def prefill_all(
+    url: str, run: str, prompts: list[list[int]], staging: Path | None = None, keep: bool = False
+) -> tuple[float, list[Path]]:
+    """Prefill all prompts, REQUESTS_IN_FLIGHT at a time; returns seconds and the dumps, deleted unless `keep`.
+
+    run: [a-z0-9]. A prompt is done when its dump is in `staging` or, without one, when the server has answered.
     """
 
     async def one(client: httpx.AsyncClient, slots: asyncio.Semaphore, number: int) -> Path | None:
-        ids = prompts[number]
-        rid = f"drillcore-{run}-{number}-0-{len(ids)}"
-        body = {"rid": rid, "input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        request = f"drillcore-{run}-{number}-0-{len(prompts[number])}"
         async with slots:
-            (await client.post(f"{server.url}/generate", json=body)).raise_for_status()
-            if server.staging is None:
+            headers = {"content-type": "application/json"}
+            answer = await client.post("/generate", content=request_body(request, prompts[number]), headers=headers)
+            answer.raise_for_status()
+            if staging is None:
                 return None
-            dump, error = (server.staging / f"{rid}{suffix}" for suffix in (".safetensors", ".error.json"))
+            dump = staging / f"{request}.safetensors"
             while not dump.exists():
-                if error.exists():
-                    raise RuntimeError(error.read_text())
+                check_no_error(dump)
                 await asyncio.sleep(0.002)
             if not keep:
                 dump.unlink()
             return dump
 
     async def everything() -> tuple[float, list[Path | None]]:
-        slots = asyncio.Semaphore(IN_FLIGHT)
-        limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-        async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as client:
+        slots = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+        limits = httpx.Limits(max_connections=REQUESTS_IN_FLIGHT, max_keepalive_connections=REQUESTS_IN_FLIGHT)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
             started = time.monotonic()
             dumps = await asyncio.gather(*(one(client, slots, number) for number in range(len(prompts))))
             return time.monotonic() - started, dumps
@@ -107,23 +110,38 @@ def prefill_all(server: GpuServer, run: str, prompts: list[list[int]], keep: boo
     return seconds, [dump for dump in dumps if dump]
 
 
-def facts() -> dict[str, str]:
+def check_no_error(dump: Path) -> None:
+    """Raises RuntimeError with what the plugin says if the capture failed."""
+    error = dump.with_name(f"{dump.stem}.error.json")
+    if error.exists():
+        raise RuntimeError(error.read_text())
+
+
+def facts(device: str) -> dict[str, Any]:
     """Card, versions, date: what every figure is to be read with."""
     import importlib.metadata
+    import platform
 
     import torch
 
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "card": torch.cuda.get_device_name(),
-        "sglang": importlib.metadata.version("sglang"),
+        "card": torch.cuda.get_device_name() if device == "cuda" else f"none, {platform.machine()} CPU",
+        "driver": _driver(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory GB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "python": platform.python_version(),
         "torch": torch.__version__,
-        "in flight": str(IN_FLIGHT),
+        **{
+            package: importlib.metadata.version(package)
+            for package in ("sglang", "transformers", "prefect", "mlflow", "safetensors")
+        },
     }
 
 
-def _answers(url: str) -> bool:
+def _driver() -> str | None:
     try:
-        return httpx.get(f"{url}/model_info", timeout=2, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+        found = re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found and found[0]

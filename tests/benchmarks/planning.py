@@ -48,13 +48,13 @@ SHAPES = {
 SUBJECTS = ("scan", "orjson", "sha256")
 
 
-def write_dataset(path: Path, shape: Shape) -> int:
+def write_dataset(path: Path, shape: Shape, vocabulary: int = VOCABULARY) -> int:
     """Rows of exponentially distributed length, random ids, the first third masked. Returns the tokens."""
     random, tokens = np.random.default_rng(0), 0
     with path.open("w") as file:
         for row in range(shape.rows):
             length = int(np.clip(random.exponential(shape.mean_tokens), 1, LONGEST))
-            ids = random.integers(0, VOCABULARY, length).tolist()
+            ids = random.integers(0, vocabulary, length).tolist()
             mask = [0] * (length // 3) + [1] * (length - length // 3)
             file.write(json.dumps({"id": f"sample-{row}", "input_ids": ids, "loss_mask": mask}) + "\n")
             tokens += length
