@@ -95,7 +95,7 @@ def gather(store: Store) -> Facts | None:
         lengths=rows,
         throughput=throughput_of(records),
         reasons=reasons_of(books),
-        proved=_proved(outcome, _probe(store)),
+        proved=_proved(outcome, _probes(store)),
     )
 
 
@@ -110,12 +110,13 @@ def _readable(store: Store) -> list[Record]:
     return in_order(records)
 
 
-def _probe(store: Store) -> dict[str, Any] | None:
+def _probes(store: Store) -> list[dict[str, Any]]:
+    """What the probe saw, by server."""
     try:
-        probe: dict[str, Any] = json.loads((store.logs / "probe.json").read_bytes())
-        return probe
+        probes: list[dict[str, Any]] = json.loads((store.logs / "probe.json").read_bytes())
+        return probes
     except (OSError, ValueError):
-        return None
+        return []
 
 
 def _sentence(outcome: Outcome) -> str:
@@ -194,7 +195,7 @@ def reasons_of(books: Books) -> list[Reason]:
     return reasons
 
 
-def _proved(outcome: Outcome, probe: dict[str, Any] | None) -> list[Proved]:
+def _proved(outcome: Outcome, probes: list[dict[str, Any]]) -> list[Proved]:
     failed = {problem["check"] for problem in outcome.problems}
     read = outcome.bytes_read + outcome.bytes_kept
 
@@ -231,7 +232,7 @@ def _proved(outcome: Outcome, probe: dict[str, Any] | None) -> list[Proved]:
             )
         lines.append(line("proof", name, figures, bool(proof and proof["applies"])))
     lines += _second_extraction(outcome, line)
-    if probe:
+    for probe in probes:
         agreement = f"{100 * probe['top_token_agreement']:.1f}% of {probe['positions']} positions"
         noise = ", ".join(f"{value:.2g}" for value in probe["noise"])
         figures = f"{probe['prompts']} prompts; the server's own top token at {agreement}; noise {noise}"

@@ -47,7 +47,7 @@ def tables() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """What the extraction reads of a checkpoint: config and head."""
+    """What the extraction reads of a checkpoint: config, embedding and head."""
     folder.mkdir()
     config = {
         "architectures": ["PretendForCausalLM"],
@@ -57,7 +57,9 @@ def write_checkpoint(folder: Path) -> None:
         "max_position_embeddings": CONTEXT,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({"lm_head.weight": torch.from_numpy(tables()[1])}, folder / "model.safetensors")
+    states, head = map(torch.from_numpy, tables())
+    weights = {"model.embed_tokens.weight": states[0].clone(), "lm_head.weight": head}
+    save_file(weights, folder / "model.safetensors")
 
 
 class PretendModel:
@@ -86,6 +88,7 @@ class PretendModel:
         rms = np.sqrt(self.squares[:, ids].sum(axis=1) / (len(ids) * HIDDEN)).tolist()
         none = [0] * len(rms)
         metadata = {
+            "request": rid,
             "layers": LAYERS,
             "final_norm": "post",
             "chunks": -(-len(ids) // CHUNK),

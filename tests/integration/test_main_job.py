@@ -109,6 +109,12 @@ def test_the_same_command_resumes_and_ends_well(job: MainJob) -> None:
     assert f"{rows - there} rows, " in job.resumed.stdout
 
 
+def test_the_report_says_what_was_proved(job: MainJob) -> None:
+    page = (job.store.logs / "report.html").read_text()
+    assert "The probe passed before anything was extracted" in page
+    assert "extracted a second time" in page
+
+
 def test_what_was_committed_before_the_kill_is_untouched(job: MainJob) -> None:
     assert len(job.committed) >= 6
     assert {name: sha256_of(job.store.shards / name) for name in job.committed} == job.committed
@@ -162,7 +168,7 @@ def test_mlflow_finds_the_run_by_input_and_by_output(job: MainJob) -> None:
         assert found.data.params["dataset.path"] == str(job.dataset)
         assert found.info.status == "FINISHED"
         names = {artifact.path for artifact in client.list_artifacts(found.info.run_id)}
-        assert {"manifest.json", "extraction.json", "ledger.parquet", "probe.json"} <= names
+        assert {"manifest.json", "extraction.json", "ledger.parquet", "probe.json", "report.html"} <= names
 
 
 def test_prefect_shows_the_run_with_its_seven_steps(job: MainJob) -> None:

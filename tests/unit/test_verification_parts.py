@@ -168,8 +168,10 @@ def test_noise_limits_come_from_the_noise() -> None:
     assert (noise_limits(noise, "bfloat16") < 0.5).all()
 
 
-def test_no_noise_at_all_still_allows_the_last_bit() -> None:
-    assert noise_limits(np.zeros((8, 2, 3)), "bfloat16").tolist() == [[0.0078125] * 3] * 2
+def test_noise_that_did_not_show_in_two_batches_is_still_allowed() -> None:
+    """Seen: two new extractions alike, and a right store, of other batches, 0.016 away from both."""
+    assert noise_limits(np.zeros((8, 2, 3)), "bfloat16").tolist() == [[0.06] * 3] * 2
+    assert noise_limits(np.zeros((8, 2, 3)), "float32").tolist() == [[1e-4] * 3] * 2
     assert (noise_limits(np.zeros((2, 2, 3)), "bfloat16")[0] == 0.1).all()
 
 
