@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.extraction import engine as engine_module
+from tasks.extraction import lane as lane_module
 from tasks.probe import states_of
 from tasks.server.dumps import Captured, Dump, open_dump
 from tests.faults.drill import Site
@@ -76,7 +76,7 @@ def test_a_spoiled_dump_costs_one_retry(
         shutil.copyfile(kept.path, other)
         engine.release(kept)
         del kept
-        monkeypatch.setattr(engine_module, "open_dump", spoil_first)
+        monkeypatch.setattr(lane_module, "open_dump", spoil_first)
         futures = {row.number: engine.submit(row.number, row.input_ids) for row in rows}
         for number, future in futures.items():
             dump = future.result(120)

@@ -77,7 +77,7 @@ def extract_under(running: Serving, output: Path, trouble: Callable[[PrefillEngi
     preflight = run_preflight(config)
     rows = {row.number: row for row in running.rows()}
     with WriterLock(preflight.store.lock) as lock, supervised(running) as engine:
-        report = probe(engine, preflight.model, running.facts, config.dataset.max_seq_len)
+        probe(engine, preflight.model, running.facts, config.dataset.max_seq_len)
         open_output(preflight)
         maker = threading.Thread(target=trouble, args=(engine,))
         maker.start()
@@ -87,7 +87,7 @@ def extract_under(running: Serving, output: Path, trouble: Callable[[PrefillEngi
             assert result.failed == []
         maker.join()
         restarts = engine.progress.restarts
-        verified = verify_store(preflight.store, config.dataset.path, 0.0, config.verify, engine, report)
+        verified = verify_store(preflight.store, config.dataset.path, 0.0, config.verify, engine)
     return verified, restarts
 
 
