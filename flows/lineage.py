@@ -53,7 +53,7 @@ def _add_register(child: argparse.ArgumentParser) -> None:
     child.add_argument("--alias", action="append", default=[], help="an alias that the version takes over")
     child.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE", help="a metric of the drafter")
     child.add_argument("--experiment", default="drillcore", help="MLflow experiment (default: %(default)s)")
-    child.add_argument("--run", metavar="RUN_ID", help="the training run, if MLflow has it already")
+    child.add_argument("--run", dest="run_id", metavar="RUN_ID", help="the training run, if MLflow has it already")
     child.add_argument("--deep", action="store_true", help="compare every shard's checksum, not only its size")
 
 
@@ -85,7 +85,7 @@ def _register(options: argparse.Namespace) -> int:
         aliases=options.alias,
         experiment=options.experiment,
         uri=options.tracking_uri,
-        run_id=options.run,
+        run_id=options.run_id,
         deep=options.deep,
     ) as run:
         run.log_metrics(metrics)

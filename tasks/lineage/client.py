@@ -7,17 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import DrillcoreError, LineageError
-from tasks.state import mlflow_uri, state_home
-
-# MLflow's HTTP client retries for 246 s by default when its server is down; nobody should wait for that.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+
+from tasks.errors import DrillcoreError, LineageError
+from tasks.state import mlflow_uri, state_home
 
 DIGEST_LENGTH = 36  # characters: MLflow's limit
 INPUT_CONTEXT, OUTPUT_CONTEXT, TRAINING_CONTEXT = "extraction-input", "extraction-output", "training"
@@ -26,6 +21,7 @@ RECORD = "drillcore.record"  # tag: a key that the writer made up before the run
 STATES_DIGEST, STATES_URI = "hidden_states.digest", "hidden_states.uri"
 INPUT_DIGEST, INPUT_URI = "input.sha256", "input.uri"
 DRAFTER_NAME, DRAFTER_URI, DRAFTER_MODEL = "drafter.name", "drafter.uri", "drafter.model_id"
+TRAINED_ON = "trained_on."  # and a digest as MLflow has it; tag of a registered model: the version that was
 NOTE = "mlflow.note.content"  # tag: the text at the top of a run's page, Markdown
 GONE = "RESOURCE_DOES_NOT_EXIST"
 MOST_METRICS = 1000  # a call: MLflow's limit

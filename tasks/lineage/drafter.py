@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlflow.entities import LoggedModel, Metric, Param
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -33,6 +33,7 @@ from tasks.lineage.client import (
     MOST_METRICS,
     RECORD,
     STATES_DIGEST,
+    TRAINED_ON,
     TRAINING,
     TRAINING_CONTEXT,
     connected,
@@ -143,6 +144,11 @@ def register(client: MlflowClient, run: DrafterRun, aliases: Sequence[str]) -> s
     for key, value in tags.items():
         client.set_tag(run.run_id, key, value)
     version = _version(client, run, model, tags)
+    outputs = client.get_run(run.run_id).outputs
+    if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
+        client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step=0)])
+    for digest in run.digests:
+        client.set_registered_model_tag(run.name, TRAINED_ON + mlflow_digest(digest), str(version.version))
     for alias in aliases:
         client.set_registered_model_alias(run.name, alias, str(version.version))
     text = refresh_training(client, run.run_id, [mlflow_digest(digest) for digest in run.digests])

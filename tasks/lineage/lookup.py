@@ -156,7 +156,7 @@ def lineage_of_extraction(reference: str, uri: str | None = None) -> Lineage:
     """
     with connected(tracking_uri(uri), ADVICE) as client:
         runs = _extractions_called(client, reference)
-        return lineage_around(client, sorted((as_extraction(run) for run in runs), key=lambda one: one.verified))
+        return lineage_around(client, sorted((as_extraction(run) for run in runs), key=_age))
 
 
 def lineage_around(client: MlflowClient, extractions: list[Extraction]) -> Lineage:
@@ -171,7 +171,7 @@ def lineage_around(client: MlflowClient, extractions: list[Extraction]) -> Linea
 def extractions_of(client: MlflowClient, digests: list[str]) -> list[Extraction]:
     """The extractions whose output had one of these digests, the oldest first."""
     runs = _runs_with(client, digests, OUTPUT_CONTEXT)
-    return sorted((as_extraction(run) for run in runs), key=lambda one: one.verified)
+    return sorted((as_extraction(run) for run in runs), key=_age)
 
 
 def drafters_of(client: MlflowClient, digests: list[str]) -> list[Drafter]:
@@ -205,6 +205,10 @@ def as_extraction(run: Run) -> Extraction:
         sglang=params.get("parts.sglang", ""),
         prefect=tags.get("prefect.flow_run", ""),
     )
+
+
+def _age(one: Extraction) -> tuple[str, str]:
+    return one.verified, one.name
 
 
 def _digests(run: Run, context: str) -> list[str]:
@@ -282,7 +286,7 @@ def _extractions_called(client: MlflowClient, reference: str) -> list[Run]:
         if found := digest and _with_digest(client, f"= '{mlflow_digest(digest)}'"):
             return found
         told = f" Its {'manifest' if path.is_dir() else 'content'} has the SHA-256 {digest}." if digest else ""
-        told += f" If it is a verified output: python -m flows record {reference}" if path.is_dir() else ""
+        told += f" To record it: python -m flows record {reference}" if digest and path.is_dir() else ""
     elif HEX.fullmatch(reference):
         run = get_run(client, reference) if len(reference) == 32 else None
         if run and run.data.tags.get(KIND) == EXTRACTION:

@@ -3,6 +3,7 @@
 Written anew whenever one of them gets a relation, so that the older page knows of the younger one.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from mlflow.tracking import MlflowClient
@@ -26,20 +27,24 @@ BEGIN, END = "[//]: # (drillcore begins)", "[//]: # (drillcore ends)"  # Markdow
 def refresh_extraction(client: MlflowClient, run_id: str) -> None:
     """The page of an extraction's run."""
     extraction = as_extraction(client.get_run(run_id))
-    lineage = lineage_around(client, [extraction])
+    lineage = without_aliases(lineage_around(client, [extraction]))
     _write(client, run_id, describe_extraction(extraction, lineage.drafters), lineage)
 
 
 def refresh_training(client: MlflowClient, run_id: str, digests: list[str]) -> str:
     """The pages of a training run and of the extractions that fed it; returns the text of its own."""
-    lineage = Lineage(extractions_of(client, digests), [])
     drafters = [drafter for drafter in drafters_of(client, digests) if drafter.run_id == run_id]
-    lineage = Lineage(lineage.extractions, drafters)
-    text = "\n\n".join(describe_drafter(drafter, lineage) for drafter in drafters)
+    lineage = without_aliases(Lineage(extractions_of(client, digests), drafters))
+    text = "\n\n".join(describe_drafter(drafter, lineage) for drafter in lineage.drafters)
     _write(client, run_id, text, lineage)
     for extraction in lineage.extractions:
         refresh_extraction(client, extraction.run_id)
     return text
+
+
+def without_aliases(lineage: Lineage) -> Lineage:
+    """An alias moves to another version, and no page would be told."""
+    return replace(lineage, drafters=[replace(drafter, aliases=[]) for drafter in lineage.drafters])
 
 
 def describe_extraction(one: Extraction, drafters: list[Drafter]) -> str:

@@ -121,7 +121,7 @@ def _log(
         params=[Param(name, str(value)) for name, value in params.items() if name not in run.data.params],
         tags=[RunTag(name, value) for name, value in tags.items()],
     )
-    client.log_inputs(run_id, [_prompts(store, config, manifest), _states(store, config, manifest, digest)])
+    client.log_inputs(run_id, [_states(store, config, manifest, digest), _prompts(store, config, manifest)])
     course = course_of(attempts)
     for start in range(0, len(course), MOST_METRICS):
         client.log_batch(run_id, metrics=course[start : start + MOST_METRICS])

@@ -108,11 +108,10 @@ class HiddenStatesDataset(DescribedDataset):
         """sha256: of manifest.json."""
         parts = manifest["parts"]
         dtype, hidden, layers = parts["dtype"], parts["hidden_size"], parts["layers"]
-        norm = "after" if parts["final_norm"] == "post" else "before"
         columns = [
             (AUX, f"{dtype} [tokens, {len(layers)} * {hidden}]"),
             *((f"{AUX}: layer {layer}", f"{dtype} [tokens, {hidden}]") for layer in layers),
-            (LAST, f"{dtype} [tokens, {hidden}], {norm} the last norm"),
+            (LAST, f"{dtype} [tokens, {hidden}], {parts['final_norm']}-norm"),
             (IDS, "int32 [tokens]"),
             (MASK, "uint8 [tokens]"),
         ]

@@ -1,0 +1,187 @@
+"""MLflow, or who talks to it, killed before, during and after a record: nothing lost, nothing twice, no run RUNNING."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from tasks.config import LineageConfig
+from tasks.errors import LineageError
+from tasks.files import sha256_of
+from tasks.lineage.client import NOTE, RECORD, STATES_DIGEST
+from tasks.lineage.early import Preparation
+from tasks.store.layout import Store
+from tests.integration.lineage import mlflow_server, record, verified_store
+
+WRITES = (
+    *("create_experiment", "create_run", "set_terminated", "log_batch", "log_inputs", "log_artifact", "log_artifacts"),
+    *("log_text", "set_tag"),
+)
+
+
+def contents(client: MlflowClient) -> list[dict[str, Any]]:
+    """Everything that a record leaves of each run, but what differs between two databases."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    return [content(client, run) for run in client.search_runs(experiments)]
+
+
+def content(client: MlflowClient, run: Run) -> dict[str, Any]:
+    histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return {
+        "name": run.info.run_name,
+        "status": run.info.status,
+        "times": (run.info.start_time, run.info.end_time),
+        "params": run.data.params,
+        "tags": {name: value for name, value in run.data.tags.items() if name not in (RECORD, NOTE)},
+        "metrics": {name: [(m.step, m.timestamp, m.value) for m in history] for name, history in histories.items()},
+        "datasets": sorted(
+            (each.dataset.name, each.dataset.digest, each.dataset.profile, each.tags[0].value)
+            for each in run.inputs.dataset_inputs
+        ),
+        "artifacts": sorted(file.path for file in client.list_artifacts(run.info.run_id)),
+        "plots": len(client.list_artifacts(run.info.run_id, "plots")),
+    }
+
+
+def database(folder: Path) -> str:
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def die_at(number: int) -> Callable[[MlflowClient, str], Any]:
+    """A stand-in for looking up the client's methods: the process is killed where the write `number` would be made."""
+    count = itertools.count()
+    find = object.__getattribute__
+
+    def look_up(client: MlflowClient, name: str) -> Any:
+        if name in WRITES and next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return find(client, name)
+
+    return look_up
+
+
+def record_and_die(store: Store, uri: str, number: int) -> bool:
+    """Record in a process of its own, killed at its write `number`; whether it came to an end before that."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            MlflowClient.__getattribute__ = die_at(number)  # type: ignore[method-assign, assignment]
+            record(store, uri)
+            status = 0
+        finally:
+            os._exit(status)
+    _, code = os.waitpid(child, 0)
+    assert code in (0, signal.SIGKILL), "the record failed by itself"
+    return code == 0
+
+
+def test_a_record_killed_at_each_of_its_writes_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    store = verified_store(tmp_path / "one", "first")
+    undisturbed = database(tmp_path)
+    record(store, undisturbed)
+    (expected,) = contents(MlflowClient(undisturbed))
+    assert expected["status"] == "FINISHED"
+
+    (store.logs / "mlflow.json").unlink()  # another database, and no memory of the first
+    (tmp_path / "killed").mkdir()
+    uri = database(tmp_path / "killed")
+    statuses: list[str] = []
+    for number in itertools.count():
+        ended = record_and_die(store, uri, number)
+        statuses += [run["status"] for run in contents(MlflowClient(uri))]
+        if ended:
+            break
+    assert number > 10
+    # One run from the first moment on. It is RUNNING only if the kill hit between the two calls that make it.
+    assert statuses[0] == "RUNNING"
+    assert set(statuses[1:-1]) == {"FAILED"}
+    assert contents(MlflowClient(uri)) == [expected]
+    record(store, uri)
+    assert contents(MlflowClient(uri)) == [expected]
+
+
+@pytest.mark.slow
+def test_an_mlflow_server_killed_before_during_and_after_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    store = verified_store(tmp_path / "one", "first")
+    with mlflow_server(tmp_path / "server") as server:
+        client = MlflowClient(server.uri)
+        server.kill()  # before
+        refused(store, server.uri)
+        for name in ("log_inputs", "log_artifacts"):  # during
+            server.start()
+            with monkeypatch.context() as broken:
+                broken.setattr(MlflowClient, name, kill_first(server.kill, getattr(MlflowClient, name)))
+                refused(store, server.uri)
+        server.start()
+        (half,) = contents(client)
+        assert half["status"] == "FAILED"
+        assert half["datasets"] != []
+        run_id = record(store, server.uri)
+        (whole,) = contents(client)
+        assert whole["status"] == "FINISHED"
+        server.kill()  # after
+        server.start()
+        assert record(store, server.uri) == run_id
+        assert contents(client) == [whole]
+
+        undisturbed = database(tmp_path)
+        record(store, undisturbed)  # the same store on another tracking server: a run of its own there
+        (expected,) = contents(MlflowClient(undisturbed))
+        assert whole == expected
+        assert expected["tags"][STATES_DIGEST] == sha256_of(store.manifest)
+
+
+def kill_first(kill: Callable[[], None], method: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
+        kill()
+        return method(*arguments, **named)
+
+    return call
+
+
+def refused(store: Store, uri: str) -> None:
+    """The record fails, says how to make up for it, and leaves the data as it is."""
+    before = sha256_of(store.manifest)
+    with pytest.raises(LineageError, match=f"python -m flows record {store.root}"):
+        record(store, uri)
+    assert sha256_of(store.manifest) == before
+
+
+@pytest.mark.slow
+def test_an_mlflow_server_that_hangs_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    store = verified_store(tmp_path / "one", "first")
+    with mlflow_server(tmp_path / "server") as server:
+        server.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        refused(store, server.uri)
+        # Three tries of a second each, and MLflow's pauses between them; with its own defaults it would be 246 s.
+        assert time.monotonic() - started < 30
+        server.signal(signal.SIGCONT)
+        record(store, server.uri)
+        assert [run["status"] for run in contents(MlflowClient(server.uri))] == ["FINISHED"]
+
+
+def test_an_mlflow_that_is_not_there_is_said_while_the_extraction_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = "http://127.0.0.1:9"  # nobody listens there
+    started = time.monotonic()
+    preparation = Preparation(LineageConfig(tracking_uri=uri), uri, tmp_path)
+    assert time.monotonic() - started < 1
+    assert "mlflow" in [thread.name for thread in threading.enumerate()]
+    preparation.join()
+    assert "MLflow at http://127.0.0.1:9 failed" in caplog.text
+    assert "can be recorded later" in caplog.text
