@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,10 +253,18 @@ def test_the_command_answers_people_and_programs(
     assert ".svg nor .mmd" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables: making them takes seconds."""
+    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
 @pytest.fixture
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+def database(empty_database: Path, tmp_path: Path) -> str:
     """A new MLflow database."""
-    return f"sqlite:///{tmp_path_factory.mktemp('database') / 'mlflow.db'}"
+    return f"sqlite:///{shutil.copy(empty_database, tmp_path)}"
 
 
 def runs(uri: str) -> list[Run]:
