@@ -12,6 +12,7 @@ from prefect import flow, unmapped
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.urls import url_for
 
 from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
@@ -42,7 +43,7 @@ def _run_name() -> str:
 
 def _flow_run() -> dict[str, str]:
     """This flow run and its page."""
-    return {"id": str(flow_run.id), "name": str(flow_run.name), "url": flow_run.ui_url or ""}
+    return {"id": str(flow_run.id), "name": str(flow_run.name), "url": url_for("flow-run", flow_run.id) or ""}
 
 
 @flow(
