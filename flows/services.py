@@ -83,7 +83,8 @@ def mlflow_server(port: int = MLFLOW_PORT) -> Iterator[str]:
 
 def serve_pages(prefect_port: int, mlflow_port: int) -> None:
     """Serve the Prefect and MLflow pages until Ctrl-C or SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     note = _note()
     with prefect_api(prefect_port) as prefect, mlflow_server(mlflow_port) as mlflow, contextlib.ExitStack() as stack:
         write_json(note, {"url": prefect})

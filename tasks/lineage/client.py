@@ -1,13 +1,14 @@
 """What the writing and the reading side share: a client that gives up soon, the names of tags, runs made only once."""
 
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Run
+from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -24,7 +25,8 @@ DRAFTER_NAME, DRAFTER_URI, DRAFTER_MODEL = "drafter.name", "drafter.uri", "draft
 TRAINED_ON = "trained_on."  # and a digest as MLflow has it; tag of a registered model: the version that was
 NOTE = "mlflow.note.content"  # tag: the text at the top of a run's page, Markdown
 GONE = "RESOURCE_DOES_NOT_EXIST"
-MOST_METRICS = 1000  # a call: MLflow's limit
+# A call takes 1,000 metrics, parameters and tags in all, at most 100 of the latter two each: MLflow's limits.
+MOST_METRICS, MOST_PARAMS, MOST_TAGS = 800, 100, 100
 PAGE = 500  # results a call
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,23 @@ def pages(call: Callable[[str | None], Any]) -> list[Any]:
         token = page.token
         if not token:
             return results
+
+
+def log_all(
+    client: MlflowClient,
+    run_id: str,
+    metrics: Sequence[Metric] = (),
+    params: Sequence[Param] = (),
+    tags: Sequence[RunTag] = (),
+) -> None:
+    """Log any number of them in as few calls as MLflow allows."""
+    parts = (_chunks(metrics, MOST_METRICS), _chunks(params, MOST_PARAMS), _chunks(tags, MOST_TAGS))
+    for some_metrics, some_params, some_tags in itertools.zip_longest(*parts, fillvalue=()):
+        client.log_batch(run_id, metrics=some_metrics, params=some_params, tags=some_tags)
+
+
+def _chunks(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 def run_link(experiment: str, run_id: str) -> str:

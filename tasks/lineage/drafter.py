@@ -39,6 +39,7 @@ from tasks.lineage.client import (
     connected,
     experiment_id,
     get_run,
+    log_all,
     mlflow_digest,
     pages,
     the_run,
@@ -120,7 +121,7 @@ def drafter_run(
         run.model_uri = None if model_uri is None else str(model_uri)
         client.log_inputs(run.run_id, [as_input(dataset, TRAINING_CONTEXT) for dataset in datasets])
         if params:
-            client.log_batch(run.run_id, params=[Param(key, str(value)) for key, value in params.items()])
+            log_all(client, run.run_id, params=[Param(key, str(value)) for key, value in params.items()])
         if run_id is None:
             client.update_run(run.run_id, "RUNNING")
     try:

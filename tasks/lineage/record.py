@@ -35,13 +35,13 @@ from tasks.lineage.client import (
     INPUT_DIGEST,
     INPUT_URI,
     KIND,
-    MOST_METRICS,
     OUTPUT_CONTEXT,
     STATES_DIGEST,
     STATES_URI,
     connected,
     experiment_id,
     get_run,
+    log_all,
     the_run,
     tracking_uri,
     without_secrets,
@@ -114,17 +114,16 @@ def _log(
     }
     params = dict([*_flat(config), *_flat(manifest["parts"], "parts.")])
     at = int(store.manifest.stat().st_mtime * 1000)
-    client.log_batch(
+    totals = [Metric(name, float(value), at, 0) for name, value in _totals(store, manifest).items()]
+    log_all(
+        client,
         run_id,
-        metrics=[Metric(name, float(value), at, 0) for name, value in _totals(store, manifest).items()],
+        metrics=[*totals, *course_of(attempts)],
         # A parameter never changes in MLflow, and what decided a store's bytes does not either.
         params=[Param(name, str(value)) for name, value in params.items() if name not in run.data.params],
         tags=[RunTag(name, value) for name, value in tags.items()],
     )
     client.log_inputs(run_id, [_states(store, config, manifest, digest), _prompts(store, config, manifest)])
-    course = course_of(attempts)
-    for start in range(0, len(course), MOST_METRICS):
-        client.log_batch(run_id, metrics=course[start : start + MOST_METRICS])
     _log_artifacts(client, run_id, store, config, attempts)
     refresh_extraction(client, run_id)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import mlflow.data
 import pytest
-from mlflow.entities import Run
+from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.tracking import MlflowClient
 
 from flows.__main__ import main
 from tasks.errors import LineageError, StoreError
 from tasks.files import sha256_of
-from tasks.lineage.client import DRAFTER_NAME, NOTE, STATES_DIGEST, mlflow_digest
+from tasks.lineage.client import DRAFTER_NAME, NOTE, STATES_DIGEST, log_all, mlflow_digest
 from tasks.lineage.drafter import drafter_run
 from tasks.lineage.lookup import Lineage, lineage_of_drafter, lineage_of_extraction
 from tasks.lineage.sources import StoreSource
@@ -419,3 +419,19 @@ def twice(method: Any) -> Any:
         return method(*arguments, **named)
 
     return call
+
+
+def test_any_number_of_figures_and_parameters_is_logged(database: str) -> None:
+    """MLflow refuses a call with more than 100 parameters, or 1,000 things in all."""
+    client = MlflowClient(database, database)
+    run_id = client.create_run(client.create_experiment("many")).info.run_id
+    log_all(
+        client,
+        run_id,
+        metrics=[Metric("m", float(at), at, at) for at in range(1700)],
+        params=[Param(f"p{at}", "x") for at in range(250)],
+        tags=[RunTag(f"t{at}", "x") for at in range(101)],
+    )
+    run = client.get_run(run_id)
+    assert (len(client.get_metric_history(run_id, "m")), len(run.data.params)) == (1700, 250)
+    assert {f"t{at}" for at in range(101)} <= set(run.data.tags)
