@@ -72,7 +72,7 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
     assert extraction is not None  # there is no manifest without it
     uri = tracking_uri(config.tracking_uri, default_uri)
     advice = f"The data is complete and verified. When MLflow is back: python -m flows record {store.root}"
-    with _alone(store), connected(uri, advice) as client:
+    with connected(uri, advice) as client, _alone(store):
         note, server, digest = _read_note(store), without_secrets(uri), sha256_of(store.manifest)
         known = note["records"].get(server, {})
         run = get_run(client, known["run_id"]) if known else None

@@ -1,15 +1,17 @@
 """MLflow, or who talks to it, killed before, during and after a record: nothing lost, nothing twice, no run RUNNING."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
@@ -20,7 +22,8 @@ from tasks.files import sha256_of
 from tasks.lineage.client import NOTE, RECORD, STATES_DIGEST
 from tasks.lineage.early import Preparation
 from tasks.store.layout import Store
-from tests.integration.lineage import mlflow_server, record, verified_store
+from tests.faults.drill import Service, mlflow_service
+from tests.integration.lineage import record, verified_store
 
 WRITES = (
     *("create_experiment", "create_run", "set_terminated", "log_batch", "log_inputs", "log_artifact", "log_artifacts"),
@@ -117,25 +120,25 @@ def test_an_mlflow_server_killed_before_during_and_after_a_record(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     store = verified_store(tmp_path / "one", "first")
-    with mlflow_server(tmp_path / "server") as server:
-        client = MlflowClient(server.uri)
+    with serving(tmp_path) as server:
+        client = MlflowClient(server.url)
         server.kill()  # before
-        refused(store, server.uri)
+        refused(store, server.url)
         for name in ("log_inputs", "log_artifacts"):  # during
             server.start()
             with monkeypatch.context() as broken:
                 broken.setattr(MlflowClient, name, kill_first(server.kill, getattr(MlflowClient, name)))
-                refused(store, server.uri)
+                refused(store, server.url)
         server.start()
         (half,) = contents(client)
         assert half["status"] == "FAILED"
         assert half["datasets"] != []
-        run_id = record(store, server.uri)
+        run_id = record(store, server.url)
         (whole,) = contents(client)
         assert whole["status"] == "FINISHED"
         server.kill()  # after
         server.start()
-        assert record(store, server.uri) == run_id
+        assert record(store, server.url) == run_id
         assert contents(client) == [whole]
 
         undisturbed = database(tmp_path)
@@ -143,6 +146,23 @@ def test_an_mlflow_server_killed_before_during_and_after_a_record(
         (expected,) = contents(MlflowClient(undisturbed))
         assert whole == expected
         assert expected["tags"][STATES_DIGEST] == sha256_of(store.manifest)
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Service]:
+    server = mlflow_service(folder / "server")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def send(server: Service, number: int) -> None:
+    """A signal to the server's processes."""
+    assert server.process is not None
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        process.send_signal(number)
 
 
 def kill_first(kill: Callable[[], None], method: Any) -> Any:
@@ -165,15 +185,15 @@ def refused(store: Store, uri: str) -> None:
 def test_an_mlflow_server_that_hangs_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     store = verified_store(tmp_path / "one", "first")
-    with mlflow_server(tmp_path / "server") as server:
-        server.signal(signal.SIGSTOP)
+    with serving(tmp_path) as server:
+        send(server, signal.SIGSTOP)
         started = time.monotonic()
-        refused(store, server.uri)
+        refused(store, server.url)
         # Three tries of a second each, and MLflow's pauses between them; with its own defaults it would be 246 s.
         assert time.monotonic() - started < 30
-        server.signal(signal.SIGCONT)
-        record(store, server.uri)
-        assert [run["status"] for run in contents(MlflowClient(server.uri))] == ["FINISHED"]
+        send(server, signal.SIGCONT)
+        record(store, server.url)
+        assert [run["status"] for run in contents(MlflowClient(server.url))] == ["FINISHED"]
 
 
 def test_an_mlflow_that_is_not_there_is_said_while_the_extraction_goes_on(

@@ -1,22 +1,11 @@
-"""Verified stores with the figures of their runs, and a real MLflow server, for tests of the lineage."""
+"""Verified stores with the figures of their runs, for tests of the lineage."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tasks.config import LineageConfig
 from tasks.lineage.record import record_extraction
-from tasks.server.ports import free_port
 from tasks.store.attempts import ATTEMPTS
 from tasks.store.layout import Store
 from tasks.store.runs import add_run
@@ -25,7 +14,6 @@ from tests.unit.helpers import make_store
 
 SAMPLES = 4  # of each run
 EPOCH = 1_790_000_000.0  # of the first sample, seconds since 1970
-START_TIMEOUT = 90.0  # seconds
 
 
 def verified_store(folder: Path, name: str, model: str = "model-a") -> Store:
@@ -86,59 +74,3 @@ def add_attempt(store: Store, number: int) -> None:
 def record(store: Store, uri: str) -> str:
     """Record a store in the MLflow at `uri`; returns the run's id."""
     return record_extraction(store, LineageConfig(tracking_uri=uri), uri, store.root.parent / "artifacts")
-
-
-@dataclass
-class MlflowServer:
-    """`mlflow server` over a database and an artifact folder that outlive it."""
-
-    folder: Path
-    port: int = field(default_factory=free_port)
-
-    @property
-    def uri(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        self.folder.mkdir(exist_ok=True)
-        command = [
-            *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}"),
-            *("--artifacts-destination", str(self.folder / "artifacts")),
-        ]
-        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
-            )
-        deadline = time.monotonic() + START_TIMEOUT
-        while not self.answers():
-            assert self.process.poll() is None, (self.folder / "server.log").read_text()
-            assert time.monotonic() < deadline, "the MLflow server did not start"
-            time.sleep(0.2)
-
-    def answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.uri}/health", timeout=5, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def signal(self, number: int) -> None:
-        """To the server and its worker."""
-        os.killpg(self.process.pid, number)
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.signal(signal.SIGKILL)
-            self.process.wait()
-
-
-@contextlib.contextmanager
-def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
-    """A server that is up; killed afterwards."""
-    server = MlflowServer(folder)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()

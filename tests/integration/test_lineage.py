@@ -23,7 +23,8 @@ from tasks.lineage.sources import StoreSource
 from tasks.store.layout import Store
 from tasks.verification import verify_store
 from tests.conftest import ROOT
-from tests.integration.lineage import MlflowServer, mlflow_server, record, verified_store
+from tests.faults.drill import Service, mlflow_service
+from tests.integration.lineage import record, verified_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -45,15 +46,19 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow-server")) as server:
-        yield server
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = mlflow_service(tmp_path_factory.mktemp("mlflow") / "server")
+    try:
+        service.start()
+        yield service
+    finally:
+        service.stop()
 
 
 @pytest.fixture(scope="module", params=["sqlite", "http"])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp(f"lineage-{request.param}")
-    uri = request.getfixturevalue("server").uri if request.param == "http" else f"sqlite:///{folder / 'mlflow.db'}"
+    uri = request.getfixturevalue("server").url if request.param == "http" else f"sqlite:///{folder / 'mlflow.db'}"
     first, second = verified_store(folder / "one", "first"), verified_store(folder / "two", "second", "model-b")
     runs = [record(store, uri) for store in (first, second)]
     with drafter_run(first.root, "alone", "/drafters/alone-1", aliases=["champion"], uri=uri) as run:
@@ -262,8 +267,9 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def database(empty_database: Path, tmp_path: Path) -> str:
-    """A new MLflow database."""
+def database(empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new MLflow database, whose artifacts go below the working directory."""
+    monkeypatch.chdir(tmp_path)
     return f"sqlite:///{shutil.copy(empty_database, tmp_path)}"
 
 
