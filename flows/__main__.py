@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows import services
+from flows import lineage, services
 from flows.summary import as_lines, count_states
 from tasks.config import describe_config, load_config
 from tasks.errors import DrillcoreError, SpaceError
@@ -22,6 +22,7 @@ started again resumes: what is stored already is never extracted twice.
 """
 EXIT_CODES = "exit codes: 0 all well, 1 the run failed or the data did not pass, 2 wrong input (nothing was started)"
 
+LINEAGE = "Say which extraction fed which drafter, or register a drafter that was trained elsewhere."
 PATCH_ACTIONS = {
     "apply": "Make the plugin ready: check that it fits this SGLang and, with --interpreter, install it there.",
     "verify": "Check version, functions and, with --interpreter, every byte and that the interpreter finds the plugin.",
@@ -226,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     child.add_argument("output", type=Path, help="the output directory")
     child.add_argument("--tracking-uri", help="MLflow tracking URI (default: as the extraction's config says)")
     child.add_argument("--experiment", help="MLflow experiment (default: as the extraction's config says)")
+    lineage.add_actions(command("lineage", lineage.run_lineage, LINEAGE), EXIT_CODES)
     child = command("ui", run_ui, "Serve the Prefect and MLflow pages of this machine until interrupted.")
     child.add_argument("--prefect-port", type=int, default=services.PREFECT_PORT, help="default: %(default)s")
     child.add_argument("--mlflow-port", type=int, default=services.MLFLOW_PORT, help="default: %(default)s")

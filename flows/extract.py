@@ -12,11 +12,13 @@ from prefect import flow, unmapped
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.urls import url_for
 
 from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
+from tasks.lineage.early import Preparation
 from tasks.steps import (
     Session,
     extract_step,
@@ -25,6 +27,7 @@ from tasks.steps import (
     preflight_step,
     probe_step,
     record_step,
+    sampler,
     server_step,
     verify_step,
 )
@@ -36,6 +39,11 @@ def _run_name() -> str:
     config = flow_run.parameters["config"]
     name = config["name"] if isinstance(config, dict) else config.name
     return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def _flow_run() -> dict[str, str]:
+    """This flow run and its page."""
+    return {"id": str(flow_run.id), "name": str(flow_run.name), "url": url_for("flow-run", flow_run.id) or ""}
 
 
 @flow(
@@ -51,6 +59,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
     with preflight_step(config, only_failed, deep) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if session.needs_server():
+            session.mlflow = Preparation(config.lineage, mlflow_uri(), mlflow_artifacts())
             patch_step(session)
             server_step(session)
             probe_step(session)
@@ -86,7 +95,8 @@ def _extract_batches(session: Session) -> dict[str, Any]:
         futures = runner.map(extract_step, {"batch": list(preflight.missing), "session": unmapped(session)})
         work: list[Any] = [future.wrapped_future for future in futures]  # type: ignore[attr-defined]  # of threads
         try:
-            with ProgressReport(preflight.missing_rows, preflight.missing_tokens) as report:
+            rows, tokens = preflight.missing_rows, preflight.missing_tokens
+            with sampler(session, _flow_run()), ProgressReport(rows, tokens) as report:
                 while concurrent.futures.wait(work, timeout=TICK).not_done:
                     report.show(progress)
                 report.show(progress)

@@ -18,6 +18,8 @@ from tasks.errors import SetupError
 from tasks.files import write_json
 from tasks.server import guardian
 from tasks.server.ports import check_port, free_port
+from tasks.state import mlflow_artifacts as mlflow_artifacts
+from tasks.state import mlflow_uri as mlflow_uri
 from tasks.state import state_home
 
 HOST = "127.0.0.1"
@@ -31,16 +33,6 @@ PREFECT_SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
 }
-
-
-def mlflow_uri() -> str:
-    """The MLflow database of the state folder."""
-    return f"sqlite:///{state_home() / 'mlflow.db'}"
-
-
-def mlflow_artifacts() -> Path:
-    """The artifact folder that goes with `mlflow_uri`."""
-    return state_home() / "mlflow-artifacts"
 
 
 @contextlib.contextmanager
@@ -91,7 +83,8 @@ def mlflow_server(port: int = MLFLOW_PORT) -> Iterator[str]:
 
 def serve_pages(prefect_port: int, mlflow_port: int) -> None:
     """Serve the Prefect and MLflow pages until Ctrl-C or SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     note = _note()
     with prefect_api(prefect_port) as prefect, mlflow_server(mlflow_port) as mlflow, contextlib.ExitStack() as stack:
         write_json(note, {"url": prefect})

@@ -25,7 +25,8 @@ from tasks.errors import LineageError, WriteError
 from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
 from tasks.files import human_bytes, write_json
-from tasks.lineage.record import record_extraction
+from tasks.lineage.early import Preparation
+from tasks.origin import describe_origin
 from tasks.patching import check_signatures, server_paths
 from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
 from tasks.probe import probe
@@ -34,6 +35,8 @@ from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging
 from tasks.server.leftovers import remove_leftovers
 from tasks.server.supervisor import Restarts
+from tasks.store.attempts import Sampler
+from tasks.store.books import DONE, TRUNCATED
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
@@ -56,6 +59,7 @@ class Session:
         self.servers: list[Server] = []
         self.facts: list[ServerFacts] = []
         self.engine: PrefillEngine | None = None
+        self.mlflow: Preparation | None = None
         self.resources = contextlib.ExitStack()
 
     def __enter__(self) -> "Session":
@@ -214,6 +218,10 @@ def _report(session: Session) -> None:
 @task(name="record", task_run_name="record", **UNCACHED)
 def record_step(session: Session, default_uri: str, artifacts: Path) -> str | None:
     """Tell MLflow; returns the run's id. Its failure is a warning: the data is safe, and `record` makes up for it."""
+    if session.mlflow:
+        session.mlflow.join()
+    from tasks.lineage.record import record_extraction  # takes seconds to import: see tasks/lineage/early.py
+
     try:
         run_id = record_extraction(session.store, session.config.lineage, default_uri, artifacts)
     except LineageError as error:
@@ -233,6 +241,14 @@ def server_log(session: Session, number: int) -> Path:
     """A managed server's log: beside the output, since an output exists only after a passed probe."""
     root = session.store.root
     return root.with_name(f"{root.name}.server-{number}.log" if number else f"{root.name}.server.log")
+
+
+def sampler(session: Session, flow_run: dict[str, str]) -> Sampler:
+    """Samples the extraction for as long as its context lasts; flow_run: Prefect's, for the record."""
+    assert session.engine is not None
+    origin = describe_origin() | {"servers": [asdict(facts) for facts in session.facts], "prefect": flow_run}
+    books = session.preflight.books.counts()
+    return Sampler(session.store, session.engine.progress, origin, books[DONE] + books[TRUNCATED])
 
 
 def keep_run(session: Session, started: float) -> dict[str, Any]:

@@ -1,40 +1,65 @@
 """Records a verified store in MLflow: one run an extraction, its input and its output as datasets.
 
-Everything comes from the output directory, so that a record that failed can be made later (`python -m flows record`).
-The run's id is kept there too: recording again continues the same run and logs nothing twice. A key of our own is kept
-before the run is made, and tagged on it, so that a run whose maker died before it could keep the id is found, too.
+Everything comes from the output directory, after the data is safe: an MLflow that is down, slow or killed costs an
+extraction nothing, and a record that failed can be made later (`python -m flows record`). The course of the extraction
+was sampled into the same directory while it went on, so nothing is lost by that, whoever was killed meanwhile.
+
+There is one run for a store, however often it is recorded: its key is made up and written down before MLflow hears of
+it. While a record is being made the run's status is FAILED; FINISHED is said last.
 """
 
+import contextlib
+import fcntl
 import json
+import logging
 import os
-import uuid
+import secrets
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tasks.config import LineageConfig
-from tasks.errors import LineageError
-from tasks.files import sha256_of, write_json
-from tasks.store.layout import Store, read_extraction
-from tasks.store.runs import read_runs
-from tasks.verification import read_manifest
-
-# MLflow's HTTP client retries for 246 s by default when its server is down; nobody should wait for that.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
-from mlflow.exceptions import MlflowException
+import numpy as np
+import yaml
+from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.tracking import MlflowClient
 
-DIGEST_LENGTH = 36  # characters: MLflow's limit
-INPUT_CONTEXT, OUTPUT_CONTEXT = "extraction-input", "extraction-output"
-KEY_TAG = "drillcore.key"
+from tasks.config import LineageConfig
+from tasks.dataset.plan import load_plan
+from tasks.files import sha256_of, write_json
+from tasks.lineage import plots
+from tasks.lineage.client import (
+    EXTRACTION,
+    INPUT_CONTEXT,
+    INPUT_DIGEST,
+    INPUT_URI,
+    KIND,
+    OUTPUT_CONTEXT,
+    STATES_DIGEST,
+    STATES_URI,
+    connected,
+    experiment_id,
+    get_run,
+    log_all,
+    the_run,
+    tracking_uri,
+    without_secrets,
+)
+from tasks.lineage.course import course_of
+from tasks.lineage.pages import refresh_extraction
+from tasks.lineage.sources import FileSource, HiddenStatesDataset, PromptsDataset, StoreSource, as_input
+from tasks.store.attempts import ATTEMPTS, Attempt, read_attempts
+from tasks.store.layout import Store, read_extraction
+from tasks.store.manifest import read_manifest
+from tasks.store.record import read_records
+from tasks.store.runs import read_runs
 
+NOTE_FILE, LOCK = "mlflow.json", "mlflow.lock"  # in the store's logs: the key and the run's id a tracking server
+REPORTS = (".json", ".jsonl", ".html", ".md", ".svg")  # of the store's logs, what people read
+TAIL = 64 << 10  # bytes of a server's log
 
-def mlflow_digest(sha256: str) -> str:
-    """The part of a sha256 that MLflow takes as a dataset's digest."""
-    return sha256[:DIGEST_LENGTH]
+logger = logging.getLogger(__name__)
 
 
 def record_extraction(store: Store, config: LineageConfig, default_uri: str, artifacts: Path) -> str:
@@ -45,115 +70,178 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
     """
     extraction, manifest = read_extraction(store), read_manifest(store)
     assert extraction is not None  # there is no manifest without it
-    uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
-    note = store.logs / "mlflow.json"
-    try:
-        client = MlflowClient(tracking_uri=uri)
-        experiment = _experiment(client, config.experiment, artifacts if uri == default_uri else None)
-        kept = _read_note(note, uri)
-        run = _find_run(client, experiment, kept)
-        digest = sha256_of(store.manifest)
-        if run and kept.get("digest") == digest:
+    uri = tracking_uri(config.tracking_uri, default_uri)
+    advice = f"The data is complete and verified. When MLflow is back: python -m flows record {store.root}"
+    with connected(uri, advice) as client, _alone(store):
+        note, server, digest = _read_note(store), without_secrets(uri), sha256_of(store.manifest)
+        known = note["records"].get(server, {})
+        run = get_run(client, known["run_id"]) if known else None
+        if run and known["digest"] == digest and run.info.status == "FINISHED":
             return run.info.run_id
         if run is None:
-            kept = {"tracking_uri": uri, "key": uuid.uuid4().hex}
-            write_json(note, kept)
-            began = int(store.extraction.stat().st_mtime * 1000)
-            run = client.create_run(experiment, began, {KEY_TAG: kept["key"]}, extraction["config"]["name"])
-        run_id = run.info.run_id
-        kept = {name: value for name, value in kept.items() if name != "digest"} | {"run_id": run_id}
-        write_json(note, kept)
-        _log(client, run_id, store, extraction, manifest, digest)
-        client.set_terminated(run_id)
-        write_json(note, kept | {"digest": digest})
-        return run_id
-    except (MlflowException, OSError) as error:
-        raise LineageError(
-            f"MLflow at {_without_secrets(uri)} did not take the record: {error}\nThe data is complete and verified. "
-            f"When MLflow is back: python -m flows record {store.root}"
-        ) from error
+            write_json(store.logs / NOTE_FILE, note)
+            experiment = experiment_id(client, config.experiment, artifacts if uri == default_uri else None)
+            name, began = extraction["config"]["name"], _began(store)
+            run = the_run(client, experiment, note["key"], name, began, {KIND: EXTRACTION})
+        _log(client, run, store, extraction, manifest, digest)
+        client.set_terminated(run.info.run_id, "FINISHED", int(store.manifest.stat().st_mtime * 1000))
+        note["records"][server] = {"run_id": run.info.run_id, "digest": digest}
+        write_json(store.logs / NOTE_FILE, note)
+        return run.info.run_id
+
+
+def prepare(config: LineageConfig, default_uri: str, artifacts: Path) -> None:
+    """Have MLflow ready before it is needed: a new database takes seconds. Raises LineageError if it is not there."""
+    uri = tracking_uri(config.tracking_uri, default_uri)
+    with connected(uri, "The extraction goes on without it and can be recorded later.") as client:
+        experiment_id(client, config.experiment, artifacts if uri == default_uri else None)
 
 
 def _log(
-    client: MlflowClient, run_id: str, store: Store, extraction: dict[str, Any], manifest: dict[str, Any], digest: str
+    client: MlflowClient, run: Run, store: Store, extraction: dict[str, Any], manifest: dict[str, Any], digest: str
 ) -> None:
-    config, parts = extraction["config"], manifest["parts"]
-    dataset = Path(config["dataset"]["path"])
-    profile = {name: manifest[name] for name in ("rows", "tokens", "bytes")}
-    inputs = [
-        _dataset(
-            dataset.name, parts["input_sha256"], str(dataset.absolute()), INPUT_CONTEXT, {"rows": manifest["rows"]}
-        ),
-        _dataset(config["name"], digest, str(store.root.absolute()), OUTPUT_CONTEXT, profile),
-    ]
-    client.log_inputs(run_id, inputs)
-    runs = read_runs(store)
-    metrics = {"tokens": manifest["tokens"], "bytes": manifest["bytes"], "shards": manifest["shards"]}
-    metrics |= {f"rows_{state}": count for state, count in manifest["rows_by_state"].items()}
-    metrics |= {"extraction_seconds": sum(run["seconds"] for run in runs), "runs": len(runs)}
-    if metrics["extraction_seconds"]:
-        metrics["tokens_per_second"] = sum(run["tokens"] for run in runs) / metrics["extraction_seconds"]
-    now = int(store.manifest.stat().st_mtime * 1000)
+    run_id, config, attempts = run.info.run_id, extraction["config"], read_attempts(store)
+    if run.info.status != "FAILED":
+        client.set_terminated(run_id, "FAILED")  # a new record of an old run: see the module's text
     tags = {
-        "hidden_states.digest": digest,
-        "hidden_states.uri": str(store.root.absolute()),
-        "input.sha256": parts["input_sha256"],
+        STATES_DIGEST: digest,
+        STATES_URI: str(store.root.absolute()),
+        INPUT_DIGEST: manifest["parts"]["input_sha256"],
+        INPUT_URI: config["dataset"]["path"],
         "fingerprint": manifest["fingerprint"],
-        "model.identity": parts["model_identity"],
+        "model.identity": manifest["parts"]["model_identity"],
+        **_tags_of(attempts),
     }
-    client.log_batch(
+    params = dict([*_flat(config), *_flat(manifest["parts"], "parts.")])
+    at = int(store.manifest.stat().st_mtime * 1000)
+    totals = [Metric(name, float(value), at, 0) for name, value in _totals(store, manifest).items()]
+    log_all(
+        client,
         run_id,
-        metrics=[Metric(name, float(value), now, 0) for name, value in metrics.items()],
-        params=[Param(name, str(value)) for name, value in _flat(config)],
+        metrics=[*totals, *course_of(attempts)],
+        # A parameter never changes in MLflow, and what decided a store's bytes does not either.
+        params=[Param(name, str(value)) for name, value in params.items() if name not in run.data.params],
         tags=[RunTag(name, value) for name, value in tags.items()],
     )
-    logs = sorted([*store.logs.glob("*.json"), *store.logs.glob("*.html")])
-    for file in (store.extraction, store.manifest, store.ledger, *logs):
+    client.log_inputs(run_id, [_states(store, config, manifest, digest), _prompts(store, config, manifest)])
+    _log_artifacts(client, run_id, store, config, attempts)
+    refresh_extraction(client, run_id)
+
+
+def _prompts(store: Store, config: dict[str, Any], manifest: dict[str, Any]) -> Any:
+    path, plan = Path(config["dataset"]["path"]), load_plan(store.plan)
+    profile = {"rows": len(plan), "tokens": int(plan.input_tokens.sum(dtype=np.int64))}
+    if path.exists():
+        profile["bytes"] = path.stat().st_size
+    dataset = PromptsDataset(path.name, manifest["parts"]["input_sha256"], FileSource(str(path)), profile)
+    return as_input(dataset, INPUT_CONTEXT)
+
+
+def _states(store: Store, config: dict[str, Any], manifest: dict[str, Any], digest: str) -> Any:
+    source = StoreSource(str(store.root.absolute()))
+    return as_input(HiddenStatesDataset(config["name"], digest, source, manifest), OUTPUT_CONTEXT)
+
+
+def _totals(store: Store, manifest: dict[str, Any]) -> dict[str, float]:
+    runs = read_runs(store)
+    totals = {name: manifest[name] for name in ("tokens", "bytes", "shards")}
+    totals |= {f"rows_{state}": count for state, count in manifest["rows_by_state"].items()}
+    totals |= {"runs": len(runs), "extraction_seconds": sum(run["seconds"] for run in runs)}
+    if totals["extraction_seconds"]:
+        totals["tokens_per_second"] = sum(run["tokens"] for run in runs) / totals["extraction_seconds"]
+    return totals | {name: sum(run[name] for run in runs) for name in ("retries", "restarts") if runs}
+
+
+def _tags_of(attempts: list[Attempt]) -> dict[str, str]:
+    """What the last run was, by MLflow's own names where it has some."""
+    tags = {"mlflow.source.name": "python -m flows extract", "mlflow.source.type": "LOCAL"}
+    if attempts:
+        origin = attempts[-1].header["origin"]
+        if git := origin.get("git"):
+            tags |= {"mlflow.source.git.commit": git["commit"], "git.changed": str(git["changed"])}
+        if flow := origin.get("prefect"):
+            tags |= {"prefect.flow_run": flow["url"] or flow["id"], "prefect.flow_run_name": flow["name"]}
+    return tags
+
+
+def _log_artifacts(
+    client: MlflowClient, run_id: str, store: Store, config: dict[str, Any], attempts: list[Attempt]
+) -> None:
+    reports = sorted(file for file in store.logs.iterdir() if file.suffix in REPORTS and file.name != NOTE_FILE)
+    for file in (store.extraction, store.manifest, store.ledger, *reports):
         client.log_artifact(run_id, str(file))
+    with tempfile.TemporaryDirectory() as name:
+        made = Path(name)
+        (made / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        origins = [attempt.header for attempt in attempts]
+        (made / "environment.json").write_text(json.dumps(origins, indent=1))
+        (made / "plots").mkdir()
+        for plot, text in _plots(store, attempts).items():
+            (made / "plots" / f"{plot}.svg").write_text(text)
+        (made / ATTEMPTS).mkdir()
+        for attempt in attempts:
+            (made / ATTEMPTS / attempt.path.name).write_bytes(attempt.path.read_bytes())
+        for log in store.root.parent.glob(f"{store.root.name}.server*.log"):
+            (made / f"{log.name}.tail.txt").write_bytes(_tail(log))
+        client.log_artifacts(run_id, name)
 
 
-def _dataset(name: str, digest: str, path: str, context: str, profile: dict[str, int]) -> DatasetInput:
-    source = json.dumps({"uri": path})
-    dataset = Dataset(name, mlflow_digest(digest), source_type="local", source=source, profile=json.dumps(profile))
-    return DatasetInput(dataset=dataset, tags=[InputTag("mlflow.data.context", context)])
+def _plots(store: Store, attempts: list[Attempt]) -> dict[str, str]:
+    plan, parts = load_plan(store.plan), read_manifest(store)["parts"]
+    rms = np.array([row.rms for record in read_records(store) for row in record.rows])  # [rows, states]
+    names = [*(f"layer {layer}" for layer in parts["layers"]), "final"]
+    low, middle, high = (np.quantile(rms, share, axis=0).tolist() for share in (0.0, 0.5, 1.0))
+    drawn = {
+        "row-lengths": plots.histogram("Lengths of the rows", plan.tokens[plan.tokens > 0], "tokens"),
+        "rms-by-layer": plots.ranges("RMS of the rows: smallest, median, largest", names, low, middle, high, "RMS"),
+    }
+    rates = [metric for metric in course_of(attempts) if metric.key == "progress/tokens_per_second"]
+    if rates:
+        steps, values = [metric.step for metric in rates], [metric.value for metric in rates]
+        drawn["throughput"] = plots.line("Throughput", steps, values, "seconds of extraction", "tokens/s")
+    return drawn
 
 
-def _experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return found.experiment_id
-    return client.create_experiment(name, artifact_location=artifacts.absolute().as_uri() if artifacts else None)
+def _tail(log: Path) -> bytes:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        return file.read()
 
 
-def _read_note(note: Path, uri: str) -> dict[str, Any]:
-    """What the store keeps of its run on this tracking server; nothing if it keeps nothing, or that of another one."""
+def _began(store: Store) -> int:
+    """Milliseconds since 1970."""
+    if attempts := read_attempts(store):
+        return int(datetime.fromisoformat(attempts[0].header["at"]).timestamp() * 1000)
+    return int(store.extraction.stat().st_mtime * 1000)
+
+
+@contextlib.contextmanager
+def _alone(store: Store) -> Iterator[None]:
+    """One record of a store at a time, on this host."""
+    store.logs.mkdir(exist_ok=True)
+    descriptor = os.open(store.logs / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        kept = json.loads(note.read_bytes())
-        return kept if kept["tracking_uri"] == uri else {}
-    except (FileNotFoundError, ValueError, KeyError):
-        return {}
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _find_run(client: MlflowClient, experiment: str, kept: dict[str, Any]) -> Run | None:
-    """The run of a note, if it still exists."""
+def _read_note(store: Store) -> dict[str, Any]:
+    """`key`: of this store's run; `records`: run_id and digest on each tracking server."""
     try:
-        if "run_id" in kept:
-            return client.get_run(kept["run_id"])
-        if "key" in kept:
-            return next(iter(client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{kept['key']}'")), None)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-    return None
+        note = json.loads((store.logs / NOTE_FILE).read_bytes())
+    except FileNotFoundError:
+        note = {}
+    except ValueError:
+        logger.warning("%s is damaged: the store is recorded as if for the first time", store.logs / NOTE_FILE)
+        note = {}
+    return note if "key" in note else {"key": secrets.token_hex(16), "records": {}}
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    lines = []
+def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
-        lines += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return lines
-
-
-def _without_secrets(uri: str) -> str:
-    scheme, separator, rest = uri.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -6,7 +6,7 @@ plugin measured it; no state twice; the norms against the run's own distribution
 to their tokens, and, where there is a server, that a second extraction gives the same.
 """
 
-from tasks.verification.manifest import read_manifest
+from tasks.store.manifest import read_manifest
 from tasks.verification.outcome import Outcome, Verified, read_outcome
 from tasks.verification.reading import ReadingProgress, Show
 from tasks.verification.verify import comparison_due, verify_store

@@ -1,13 +1,11 @@
-"""The manifest: what a store that passed is. Its presence says that it did."""
+"""Writes the manifest: what a store that passed is. Its presence says that it did."""
 
-import json
 from typing import Any
 
-from tasks.errors import StoreError
 from tasks.files import sha256_of, write_json
-from tasks.store.books import Books, records_digest
+from tasks.store.books import Books
 from tasks.store.layout import Store
-from tasks.store.record import Record, read_records
+from tasks.store.record import Record
 
 
 def write_manifest(
@@ -28,15 +26,4 @@ def write_manifest(
         "ledger_sha256": sha256_of(store.ledger),
     }
     write_json(store.manifest, manifest)
-    return manifest
-
-
-def read_manifest(store: Store) -> dict[str, Any]:
-    """The manifest of a verified store. Raises StoreError if there is none, or if the records changed since."""
-    try:
-        manifest = json.loads(store.manifest.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{store.root} has no readable manifest ({error}): it is not verified.") from error
-    if manifest["records_sha256"] != records_digest(store, read_records(store)):
-        raise StoreError(f"{store.root} changed since it was verified: verify it again.")
     return manifest

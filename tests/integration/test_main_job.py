@@ -19,7 +19,8 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from tasks.files import sha256_of
-from tasks.lineage.record import mlflow_digest
+from tasks.lineage.client import mlflow_digest
+from tasks.store.attempts import read_attempts
 from tasks.store.layout import Store
 from tests.conftest import ROOT
 from tests.integration.serving import cpu_config, stored_states
@@ -131,7 +132,8 @@ def test_a_third_run_extracts_nothing_and_says_so(job: MainJob) -> None:
 
 
 def test_the_readme_s_reader_reads_the_store(job: MainJob) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "safe_open" in block]
     code = code.replace(".drillcore/demo/hidden-states", str(job.store.root))
     lines = [line for line in code.splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 15
@@ -169,6 +171,26 @@ def test_mlflow_finds_the_run_by_input_and_by_output(job: MainJob) -> None:
         assert found.info.status == "FINISHED"
         names = {artifact.path for artifact in client.list_artifacts(found.info.run_id)}
         assert {"manifest.json", "extraction.json", "ledger.parquet", "probe.json", "report.html"} <= names
+        assert {"attempts", "plots"} <= names
+
+
+def test_mlflow_has_the_course_of_both_runs_and_where_they_are_in_prefect(job: MainJob) -> None:
+    """Of the killed run, too, which never came to record anything."""
+    attempts = read_attempts(job.store)
+    assert len(attempts) == 2
+    killed, resumed = (list(attempt.samples()) for attempt in attempts)
+    assert len(killed) > 0
+    assert attempts[1].header["there"] + resumed[-1]["rows"] == len(job.dataset.read_text().splitlines())
+    client = MlflowClient(f"sqlite:///{job.home / 'mlflow.db'}")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    history = client.get_metric_history(run.info.run_id, "progress/rows_done")
+    assert [metric.timestamp for metric in history] == [int(sample["at"] * 1000) for sample in [*killed, *resumed]]
+    assert 0 < run.data.metrics["system/cpu_utilization_percentage"] <= 100
+    flow_runs = {flow_run["id"] for flow_run in prefect_records(job, "flow_runs")}
+    assert {attempt.header["origin"]["prefect"]["id"] for attempt in attempts} <= flow_runs
+    assert run.data.tags["prefect.flow_run"].endswith(f"/runs/flow-run/{attempts[1].header['origin']['prefect']['id']}")
+    assert attempts[1].header["origin"]["packages"]["torch"]
+    assert attempts[1].header["origin"]["servers"][0]["sglang"] == run.data.params["parts.sglang"]
 
 
 def test_prefect_shows_the_run_with_its_seven_steps(job: MainJob) -> None:

@@ -127,9 +127,16 @@ def seed_of(ids: np.ndarray) -> int:
 
 
 def make_store(
-    folder: Path, spoil: Callable[[StoredRow], StoredRow] = lambda row: row, leave_out: tuple[int, ...] = ()
+    folder: Path,
+    spoil: Callable[[StoredRow], StoredRow] = lambda row: row,
+    leave_out: tuple[int, ...] = (),
+    more_parts: dict[str, Any] | None = None,
+    kept: dict[str, Any] | None = None,
 ) -> SmallStore:
-    """Write a valid store; `spoil` may change any row on its way in, `leave_out` names rows that are not stored."""
+    """Write a valid store; `spoil` may change any row on its way in, `leave_out` names rows that are not stored.
+
+    more_parts: of the fingerprint; kept: what the store keeps as the extraction's.
+    """
     lines: list[Any] = [
         {"id": f"sample-{row}", "input_ids": [row * 10 + at for at in range(length)], "loss_mask": mask}
         for row, (length, mask) in enumerate(
@@ -149,8 +156,9 @@ def make_store(
         "dtype": CAPTURED.dtype,
         "hidden_size": HIDDEN,
         "vocab_size": VOCAB,
+        **(more_parts or {}),
     }
-    new_store(store, parts, {"name": "small"})
+    new_store(store, parts, kept or {"name": "small"})
     save_plan(scan.plan, store.plan)
     fingerprint = fingerprint_of(parts)
     for batch, numbers in enumerate(scan.plan.rows_by_batch()):
