@@ -37,9 +37,9 @@ COMPARISON = "reextraction.json"  # in the store's logs
 SAMPLE_SEED = 1
 GROUP_BYTES = 512 << 20  # of dumps that are held at once
 DEVIATIONS = 8.0  # robust standard deviations of the noise's logarithm
-# Batches of other shapes than the two that were measured may round by more: no limit is below this, a relative error.
-# What is wrong differs by far more.
-FLOOR = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.01}
+# Batches of other shapes than the two that were measured may round by more: no limit is below this, a relative error
+# over the row and of its worst token. Seen in bfloat16: 0.02, and 0.063 where rounding chose other experts for a token.
+FLOOR = {"float32": (1e-4, 1e-2), "bfloat16": (0.06, 0.25), "float16": (0.01, 0.25)}
 FEWEST_ROWS = 4  # below, there is no deviation to measure: the probe's limit of rounding counts
 TOP_TOKENS, TOP_PLACES = 512, 64  # tokens of a prompt that the server is asked about; those compared
 VOCABULARY_AT_ONCE = 8192  # rows of lm_head
@@ -173,7 +173,7 @@ def noise_limits(noise: np.ndarray, dtype: str) -> np.ndarray:
     middle = np.median(logs, axis=0)
     # 1.4826: what makes it the standard deviation where the distribution is normal.
     deviation = 1.4826 * np.median(np.abs(logs - middle), axis=(0, 2))
-    return np.maximum(np.exp(middle + DEVIATIONS * deviation[:, None]), FLOOR[dtype])
+    return np.maximum(np.exp(middle + DEVIATIONS * deviation[:, None]), np.array(FLOOR[dtype])[:, None])
 
 
 def _names(captured: Captured) -> list[str]:

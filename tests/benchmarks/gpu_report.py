@@ -37,7 +37,7 @@ RATIOS = {
     ("memory", "serial"): 2.5,
     ("all", "memory"): 1.9,
 }
-# Of deployments/reference-case.md, where each step is shown.
+# Of reference-case.template.md, which becomes deployments/reference-case.md, where each step is shown.
 REFERENCE_TOKENS = 37_312 * 2_353
 REFERENCE_BYTES = 57_349  # a token
 REFERENCE_FLOP = 66.4e9  # a token
@@ -142,7 +142,7 @@ def _limits(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]:
 
 
 def reference_figures(result: dict[str, Any]) -> dict[str, str]:
-    """What deployments/reference-case.md says of one card, and its arithmetic for eight of them, by ⟨name⟩."""
+    """What reference-case.template.md says of one card, and its arithmetic for eight of them, by ⟨name⟩."""
     facts, limits, rates = result["facts"], result["limits"], rates_of(result)
     rate = statistics.median(rates["memory"])
     flops = rate * result["operations"] / result["rows"]["tokens"]

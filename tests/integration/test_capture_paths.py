@@ -252,8 +252,11 @@ def test_an_aborted_request_leaves_nothing_and_can_be_sent_again(busy_server: Se
             return dump
 
     dump = open_dump(asyncio.run(abort_and_send_again()), np.array(ids, np.int32), busy_server.preflight.captured)
-    assert largest_error(states_of(dump.aux, dump.last), expected[[*CAPTURED, LAYERS]]) < TOLERANCE
     dump.delete()
+    states, wanted = states_of(dump.aux, dump.last), expected[[*CAPTURED, LAYERS]]
+    errors = (states - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    wrong = (~(errors < TOLERANCE)).any(dim=0).nonzero().flatten().tolist()
+    assert wrong == [], f"{len(wrong)} tokens from {wrong[:3]} on are off by up to {errors.max():.2g}"
     assert files(busy_server) == []
 
 

@@ -60,7 +60,7 @@ def test_the_table_has_each_run_and_what_did_not_run():
 
 
 def test_every_figure_that_the_reference_page_wants_is_known():
-    page = Path(ROOT, "deployments/reference-case.md").read_text()
+    page = Path(ROOT, "tests/benchmarks/reference-case.template.md").read_text()
     figures = reference_figures(result(run("bare", 0, 2000.0), run("memory", 0, 1000.0, **FLOW)))
     assert "⟨" not in fill(page, figures)
     assert figures["verify"] == "2.00"
