@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ INPUT_DIGEST, INPUT_URI = "input.sha256", "input.uri"
 DRAFTER_NAME, DRAFTER_URI, DRAFTER_MODEL = "drafter.name", "drafter.uri", "drafter.model_id"
 TRAINED_ON = "trained_on."  # and a digest as MLflow has it; tag of a registered model: the version that was
 NOTE = "mlflow.note.content"  # tag: the text at the top of a run's page, Markdown
+SQLITE = "sqlite:///"
 GONE = "RESOURCE_DOES_NOT_EXIST"
 # A call takes 1,000 metrics, parameters and tags in all, at most 100 of the latter two each: MLflow's limits.
 MOST_METRICS, MOST_PARAMS, MOST_TAGS = 800, 100, 100
@@ -48,12 +50,27 @@ def connected(uri: str, advice: str) -> Iterator[MlflowClient]:
     try:
         if uri == mlflow_uri():
             state_home().mkdir(parents=True, exist_ok=True)
+        _make_database(uri)
         yield MlflowClient(tracking_uri=uri, registry_uri=uri)
     except DrillcoreError:
         raise
     except Exception as error:  # its database, HTTP and artifact libraries each have errors of their own
         logger.debug("MLflow failed", exc_info=True)
         raise LineageError(f"MLflow at {without_secrets(uri)} failed: {error}\n{advice}") from error
+
+
+def _make_database(uri: str) -> None:
+    """Make a new SQLite database whole, or not at all: MLflow does not go on with one of which a part was made."""
+    path = Path(uri.removeprefix(SQLITE))
+    if not uri.startswith(SQLITE) or path.exists() or not path.parent.is_dir():
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-", ignore_cleanup_errors=True) as folder:
+        made = Path(folder, path.name)
+        MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments(max_results=1)
+        try:
+            os.link(made, path)
+        except FileExistsError:  # another process was faster
+            pass
 
 
 def experiment_id(client: MlflowClient, name: str, artifacts: Path | None = None) -> str:

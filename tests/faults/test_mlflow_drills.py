@@ -5,6 +5,8 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,10 @@ from mlflow.tracking import MlflowClient
 from tasks.config import LineageConfig
 from tasks.errors import LineageError
 from tasks.files import sha256_of
-from tasks.lineage.client import NOTE, RECORD, STATES_DIGEST
+from tasks.lineage.client import NOTE, RECORD, STATES_DIGEST, connected
 from tasks.lineage.early import Preparation
 from tasks.store.layout import Store
+from tests.conftest import ROOT
 from tests.faults.drill import Service, mlflow_service
 from tests.integration.lineage import record, verified_store
 
@@ -207,3 +210,17 @@ def test_an_mlflow_that_is_not_there_is_said_while_the_extraction_goes_on(
     preparation.join()
     assert "MLflow at http://127.0.0.1:9 failed" in caplog.text
     assert "can be recorded later" in caplog.text
+
+
+def test_a_database_whose_maker_is_killed_is_made_anew(tmp_path: Path) -> None:
+    uri = database(tmp_path)
+    code = f"from tasks.lineage.client import connected\nwith connected({uri!r}, ''): pass"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as maker:
+        while not any(file.stat().st_size for file in tmp_path.glob(".mlflow-*/mlflow.db")):
+            assert maker.poll() is None
+            time.sleep(0.005)
+        maker.kill()
+    assert not (tmp_path / "mlflow.db").exists()
+    with connected(uri, "") as client:
+        assert client.search_experiments()
+    assert (tmp_path / "mlflow.db").exists()

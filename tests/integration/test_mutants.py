@@ -95,7 +95,7 @@ class Mutable:
         settings = preflight.config.extraction.model_copy(
             update={"attempts": 1, "requests_in_flight": requests_in_flight}
         )
-        with PrefillEngine(self.running.server, captured, settings, staging_limit(preflight.config)) as engine:
+        with PrefillEngine([self.running.server], captured, settings, staging_limit(preflight.config)) as engine:
             return probe(engine, preflight.model, self.running.facts, 2048, seed)
 
     def left(self) -> list[str]:
