@@ -101,8 +101,11 @@ def open_dump(path: Path, ids: np.ndarray, expected: Captured) -> Dump:
             )
     if hole := find_hole(aux, last):
         token, number = hole
+        rest = torch.cat([aux, last], dim=1)[token:].unflatten(1, (-1, expected.hidden_size))[:, number]
+        lost_end = 0 < token < len(ids) - 1 and not rest.any()
         raise TransientPrefillError(
             f"the dump {path.name} has holes: nothing was written at {expected.state_names()[number]}, token {token}"
+            + (f" of {len(ids)} and all after it: the last chunk is missing" if lost_end else "")
         )
     return Dump(path, aux, last, rms, zero_rows, chunks)
 

@@ -5,16 +5,14 @@ the store itself (flipped bytes, missing shards and rows, other masks) is tested
 """
 
 import dataclasses
-import functools
 import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tasks.errors import ProbeError, VerificationError
+from tasks.errors import ProbeError, TransientPrefillError, VerificationError
 from tasks.extraction.engine import PrefillEngine
 from tasks.layer_check import ERROR_LIMIT, LEAN_LIMIT
 from tasks.patching.plugin import CPU
@@ -66,7 +64,11 @@ PROBED = [
     ("rows of one layer +1", "post", "The rows of one layer are shifted or mixed"),
     ("requests swapped", "post", r"[246] of 6 requests of one batch hold the states of others: .* (swapped|mixed)"),
     ("ids of a neighbour", "post", "holds other token ids than were sent"),
-    ("last chunk missing", "post", r"is all zero from token \d+ of \d+ on: the last chunk is missing"),
+    (
+        "last chunk missing",
+        "post",
+        r"layer 1, token 48 of 64 and all after it: the last chunk is missing",
+    ),
     ("one layer zero", "post", r"is damaged at layer 1: 0 tokens not finite, \d+ all zero"),
     ("NaN in one row", "post", r"is damaged at layer \d+: 1 tokens not finite, 0 all zero"),
     ("fp8", "post", r"layer 1 lost precision: \d+ values in a row have \d different mantissas, as fp8 has"),
@@ -74,7 +76,6 @@ PROBED = [
 # What verify says of rows that were spoiled after the probe, one of them in each.
 VERIFIED = [
     ("late NaN", r"row 1: .*not finite.* 5"),
-    ("late zero row", r"row 1: .*all zero.* 5"),
     ("late rows +1", r"row 1: extracted again, .* differs by"),
 ]
 
@@ -185,13 +186,22 @@ def test_the_probe_catches_a_dump_of_an_earlier_run(mutable: Mutable) -> None:
 
 @pytest.mark.parametrize(("mutant", "message"), VERIFIED, ids=[case[0] for case in VERIFIED])
 def test_verify_catches(mutable: Mutable, tmp_path: Path, mutant: str, message: str) -> None:
-    running, report = mutable.running, mutable.probe()
+    running = mutable.running
     choose(mutable.switch, mutant)
     store = running.extract(tmp_path / "store")
     choose(mutable.switch, "none")
     config = running.preflight.config
-    check: Any = functools.partial(verify_store, store, config.dataset.path, 0.0, config.verify)
     with running.engine() as engine, pytest.raises(VerificationError, match=message) as caught:
-        check(engine, report)
+        verify_store(store, config.dataset.path, 0.0, config.verify, engine)
     print(f"\n{mutant}: {caught.value}")
     assert not store.manifest.exists()
+
+
+def test_a_row_that_nobody_wrote_is_refused_when_it_comes(mutable: Mutable) -> None:
+    row = mutable.running.rows()[1]
+    choose(mutable.switch, "late zero row")
+    with mutable.running.engine(attempts=1) as engine:
+        with pytest.raises(TransientPrefillError, match="has holes: nothing was written at the final state, token 5"):
+            engine.submit(row.number, row.input_ids).result(timeout=120)
+    choose(mutable.switch, "none")
+    assert mutable.left() == []

@@ -56,8 +56,7 @@ def test_a_right_store_passes_by_noise_that_was_measured(server: Serving, store:
     assert len(compared["rows"]) == 8
     for kind in (0, 1):
         for noise, largest, limit in zip(compared["noise"][kind], compared["largest"][kind], compared["limits"][kind]):
-            assert noise > 0
-            assert largest <= limit
+            assert noise <= largest <= limit
             assert limit < 1  # the states of other ids differ by more
     assert compared["top_token_rows"] == 8
     assert compared["top_token_agreement"] > 0.85
@@ -74,7 +73,7 @@ def first_token_of_a_chunk_lost(aux: torch.Tensor, last: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("spoil", [one_wrong_token, first_token_of_a_chunk_lost])
-def test_what_no_other_check_sees_differs_when_it_is_extracted_again(
+def test_states_of_the_right_size_that_are_not_the_row_s_are_found(
     server: Serving, store: Store, spoil: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
     outcome = verify(server, store)
@@ -85,7 +84,9 @@ def test_what_no_other_check_sees_differs_when_it_is_extracted_again(
     before = path.read_bytes()
     rewrite(store, record, row, spoil)
     try:
-        with pytest.raises(VerificationError, match=f"row {row}: extracted again"):
+        with pytest.raises(
+            VerificationError, match=f"row {row}: (extracted again|its states are not those of its token ids)"
+        ):
             verify(server, store)
     finally:
         path.write_bytes(before)

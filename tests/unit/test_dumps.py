@@ -27,7 +27,10 @@ def dump_with(staging: Path, edit: Edit) -> Path:
     ("edit", "where"),
     [
         (lambda aux, last: (aux.zero_(), last.zero_()), "layer 1, token 0"),
-        (lambda aux, last: aux[2:, :HIDDEN].zero_(), "layer 1, token 2"),
+        (
+            lambda aux, last: aux[2:, :HIDDEN].zero_(),
+            "layer 1, token 2 of 5 and all after it: the last chunk is missing",
+        ),
         (lambda aux, last: aux[4, HIDDEN:].zero_(), "layer 4, token 4"),
         (lambda aux, last: last[3].zero_(), "the final state, token 3"),
     ],
