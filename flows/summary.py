@@ -68,7 +68,7 @@ def usage_lines(usage: dict[str, float]) -> list[tuple[str, str]]:
         return []
     shares = [
         f"{usage['full']:.1%} full",
-        f"{usage['starved']:.1%} without work",
+        f"{usage['starved']:.1%} with room for more",
         f"{usage['blocked']:.1%} waiting for staging",
         f"{usage['lost']:.1%} lost",
         *([f"{usage['behind']:.1%} with its writers behind"] if usage["behind"] >= 0.001 else []),

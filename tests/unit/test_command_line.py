@@ -232,7 +232,8 @@ def test_each_command_starts_the_flow_for_its_rows_and_says_what_failed(
 def test_a_summary_says_where_the_server_s_time_went(tmp_path: Path) -> None:
     text = failed_summary(tmp_path, failed=0).text(Path("config.yaml"))
     assert (
-        "25.0% full, 25.0% without work, 25.0% waiting for staging, 25.0% lost, 25.0% with its writers behind" in text
+        "25.0% full, 25.0% with room for more, 25.0% waiting for staging, 25.0% lost, 25.0% with its writers behind"
+        in text
     )
 
 
