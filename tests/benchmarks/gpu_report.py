@@ -105,8 +105,8 @@ def _remarks(result: dict[str, Any], rates: dict[str, list[float]]) -> list[str]
             remarks.append(
                 f"{run['method']}, run {run['round']}: {run['command_seconds']:.0f} s for the whole command, "
                 f"{run['step_seconds'].get('verify', 0):.0f} s of it verification; servers "
-                f"{usage['full']:.1%} full, {usage['starved']:.1%} with room for more, {usage['blocked']:.1%} waiting for "
-                f"staging, {usage['behind']:.1%} with writers behind; {_verified(run)}"
+                f"{usage['full']:.1%} full, {usage['starved']:.1%} with room for more, {usage['blocked']:.1%} waiting "
+                f"for staging, {usage['behind']:.1%} with writers behind; {_verified(run)}"
             )
     if values := result.get("values against Transformers"):
         remarks.append(
