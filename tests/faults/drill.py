@@ -4,7 +4,6 @@ The SGLang server is attached to, so that it need not start anew with each run: 
 """
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -22,7 +21,6 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 
 from flows import services
 from tasks.files import sha256_of
@@ -31,7 +29,7 @@ from tasks.server.ports import free_port
 from tasks.store.layout import Store
 from tasks.verification import read_manifest
 from tests.conftest import ROOT
-from tests.integration.serving import Serving, cpu_config, stored_states
+from tests.integration.serving import Serving, config_text, cpu_config, stored_states
 
 ROWS, LONGEST = 96, 700
 SHARD_BYTES = 1 << 20
@@ -184,7 +182,7 @@ class Site:
             values[name] = values.get(name, {}) | section
         made = cpu_config(config.model.path, config.dataset.path, output, self.running.server.staging, **values)
         path = output.with_name(f"{output.name}.yaml")
-        path.write_text(yaml.safe_dump(json.loads(made.model_dump_json())))
+        path.write_text(config_text(made))
         return path
 
     def environment(self, **changes: str | None) -> dict[str, str]:
@@ -285,8 +283,8 @@ class Ballast:
         self.path.unlink(missing_ok=True)
 
 
-def make_rows(vocabulary: int, rows: int = ROWS) -> list[dict[str, list[int]]]:
+def make_rows(vocabulary: int, rows: int = ROWS, longest: int = LONGEST) -> list[dict[str, list[int]]]:
     choose = random.Random(5)
     return [
-        {"input_ids": [choose.randrange(vocabulary) for _ in range(choose.randint(20, LONGEST))]} for _ in range(rows)
+        {"input_ids": [choose.randrange(vocabulary) for _ in range(choose.randint(20, longest))]} for _ in range(rows)
     ]

@@ -1,6 +1,5 @@
 """Drills on a real server: killed, stopped, poisoned while it works. Each ends in complete data, or names its row."""
 
-import random
 import signal
 import threading
 import time
@@ -24,23 +23,23 @@ from tasks.server.launch import Server
 from tasks.server.supervisor import Restarts
 from tasks.store.lock import WriterLock
 from tasks.verification import verify_store
+from tests.faults.drill import make_rows
 from tests.integration.serving import CPU_ARGUMENTS, Serving, cpu_config, serving
 from tests.integration.tiny_models import VOCABULARY, make_checkpoint
 from tests.unit.helpers import write_jsonl
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
-ROWS, CHUNK = 240, 256
+ROWS, LONGEST, CHUNK = 240, 900, 256
 
 
 @pytest.fixture(scope="module")
 def running(staging: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder, choose = tmp_path_factory.mktemp("drills"), random.Random(5)
+    folder = tmp_path_factory.mktemp("drills")
     make_checkpoint("llama", folder / "model")
-    rows = [{"input_ids": [choose.randrange(VOCABULARY) for _ in range(choose.randint(20, 900))]} for _ in range(ROWS)]
     config = cpu_config(
         folder / "model",
-        write_jsonl(folder / "dataset.jsonl", rows),
+        write_jsonl(folder / "dataset.jsonl", make_rows(VOCABULARY, ROWS, LONGEST)),
         folder / "unused",
         staging,
         server={"dtype": "float32", "chunked_prefill_size": CHUNK, "arguments": CPU_ARGUMENTS},

@@ -1,8 +1,6 @@
 """Two real servers, one flow: both work, and one that is killed in mid-run costs no row."""
 
-import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -10,29 +8,27 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from tasks.store.layout import Store
 from tasks.store.record import read_records
 from tasks.store.runs import read_runs
 from tasks.verification import read_manifest
 from tests.conftest import ROOT
-from tests.integration.serving import CPU_ARGUMENTS, cpu_config
+from tests.faults.drill import make_rows
+from tests.integration.serving import CPU_ARGUMENTS, config_text, cpu_config
 from tests.integration.tiny_models import VOCABULARY, make_checkpoint
 from tests.unit.helpers import write_jsonl
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-ROWS = 400
+ROWS, LONGEST = 400, 900
 
 
 def test_two_servers_share_the_rows_and_one_may_die(staging: Path, tmp_path: Path) -> None:
-    choose = random.Random(5)
     make_checkpoint("llama", tmp_path / "model")
-    rows = [{"input_ids": [choose.randrange(VOCABULARY) for _ in range(choose.randint(20, 900))]} for _ in range(ROWS)]
     config = cpu_config(
         tmp_path / "model",
-        write_jsonl(tmp_path / "dataset.jsonl", rows),
+        write_jsonl(tmp_path / "dataset.jsonl", make_rows(VOCABULARY, ROWS, LONGEST)),
         tmp_path / "output",
         staging,
         server={"dtype": "float32", "chunked_prefill_size": 256, "arguments": CPU_ARGUMENTS, "count": 2},
@@ -41,7 +37,7 @@ def test_two_servers_share_the_rows_and_one_may_die(staging: Path, tmp_path: Pat
         extraction={"requests_in_flight": 16},
     )
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    path.write_text(config_text(config))
     environment = os.environ | {"DRILLCORE_HOME": str(tmp_path / "home"), "NO_COLOR": "1"}
     store = Store(config.output.path)
     command = [sys.executable, "-m", "flows", "extract", str(path)]

@@ -1,12 +1,14 @@
 """A real SGLang server on this CPU, and the extraction's core on top of it, for tests."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import safe_open
 
 from tasks.config import ExtractConfig, parse_config
@@ -46,6 +48,11 @@ def cpu_config(
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section
     return parse_config(values, "of the test")
+
+
+def config_text(config: ExtractConfig) -> str:
+    """What a config file with these values holds."""
+    return yaml.safe_dump(json.loads(config.model_dump_json()))
 
 
 @dataclass

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from flows.__main__ import main
 from tasks.config import ExtractConfig
@@ -21,7 +20,7 @@ from tasks.preflight import run_preflight
 from tasks.server.facts import check_server
 from tasks.server.launch import AttachedServer
 from tests.conftest import ROOT
-from tests.integration.serving import Serving, cpu_config, serving
+from tests.integration.serving import Serving, config_text, cpu_config, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -54,7 +53,7 @@ def config_for(running: Serving, output: Path, **sections: dict[str, Any]) -> Ex
 
 def write_config(config: ExtractConfig, folder: Path) -> Path:
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    path.write_text(config_text(config))
     return path
 
 

@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from mlflow.tracking import MlflowClient
 
 from tasks.files import sha256_of
@@ -23,7 +22,7 @@ from tasks.lineage.client import mlflow_digest
 from tasks.store.attempts import read_attempts
 from tasks.store.layout import Store
 from tests.conftest import ROOT
-from tests.integration.serving import cpu_config, stored_states
+from tests.integration.serving import config_text, cpu_config, stored_states
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
 
@@ -55,7 +54,7 @@ def job(demo_model: Path, demo_dataset: Path, staging: Path, tmp_path_factory: p
     dataset.write_text("".join(demo_dataset.read_text().splitlines(keepends=True)[:ROWS]))
     config = cpu_config(demo_model, dataset, folder / "output", staging, output={"shard_bytes": 8 << 20})
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    path.write_text(config_text(config))
     environment = os.environ | {"DRILLCORE_HOME": str(folder / "home"), "NO_COLOR": "1"}
     environment.pop("PREFECT_API_URL", None)
     environment.pop("MLFLOW_TRACKING_URI", None)
