@@ -8,6 +8,8 @@ the reason. The first line of the output names the fastest one.
 
 import argparse
 import contextlib
+import signal
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,6 +31,7 @@ WARM_UP_TOKENS = 80_000
 
 def main() -> None:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # an exception: servers and files go
     shape = SHAPES[options.shape]
     result: dict[str, Any] = {"shape": options.shape, "facts": facts(options.device), "tokens a second": {}}
     rates: dict[str, list[float]] = result["tokens a second"]
