@@ -99,6 +99,7 @@ def _extract_batches(session: Session) -> dict[str, Any]:
             with sampler(session, _flow_run()), ProgressReport(rows, tokens) as report:
                 while concurrent.futures.wait(work, timeout=TICK).not_done:
                     report.show(progress)
+                seconds = time.monotonic() - started  # what comes now tells Prefect about it
                 report.show(progress)
         except BaseException:
             # Ctrl-C, a cancelled flow: no batch may still write when the lock is given back.
@@ -106,7 +107,7 @@ def _extract_batches(session: Session) -> dict[str, Any]:
             concurrent.futures.wait(work)
             raise
     try:
-        return keep_run(session, started)
+        return keep_run(session, seconds)
     finally:
         # Raises what stopped the batches: a dead server, a lost lock, or the full disk that leaves no room for the
         # run's figures either.

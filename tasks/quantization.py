@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in float32, whatever they are packed in: plain, fp8 in blocks, int4 in groups."""
+"""Weights of a checkpoint as numbers, whatever they are packed in: plain, fp8 in blocks, int4 in groups."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,15 @@ WeightReader = Callable[[str], torch.Tensor]
 
 
 def weight_reader(checkpoint: Checkpoint) -> WeightReader:
-    """A function that reads a linear layer's weight float32 [out, in] by the layer's name, as `layers.0.mlp.up_proj`.
+    """A function that reads a linear layer's weight [out, in] by the layer's name, as `layers.0.mlp.up_proj`: float32,
+    or as it is stored where it is not packed.
 
     Raises NoReferenceError for a packing that is not known here.
     """
     config = checkpoint.text.get("quantization_config") or checkpoint.config.get("quantization_config")
 
     def read_plain(name: str) -> torch.Tensor:
-        return checkpoint.read(f"{name}.weight").float()
+        return checkpoint.read(f"{name}.weight")
 
     if config is None:
         return read_plain

@@ -7,7 +7,9 @@ in float32, layer by layer; of a mixture of experts only the chosen ones are rea
 that is 14 GB for what every token needs, and 11 GB of experts for each token.
 """
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from tasks.quantization import weight_reader
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+THREADS = min(16, os.cpu_count() or 1)
+PIECE = 1 << 20  # elements of a weight that a thread widens and multiplies at a time: they stay in its core's cache
+TORCH_THREADS = torch.get_num_threads()  # of each operation; asked here, so that the importing thread keeps them
 
 
 def layer_outputs(path: Path, tokens: list[int]) -> Iterator[torch.Tensor]:
@@ -42,8 +47,17 @@ class _Forward:
             raise NoReferenceError(f"the activation {activation!r} is not known here")
         self.latent = known[0] in LATENT
         self.weight = weight_reader(checkpoint)
+        # A product with so few rows runs on one core, and a whole weight in float32 is fresh memory each time.
+        self.threads = ThreadPoolExecutor(THREADS, "reference", torch.set_num_threads, (1,))
 
     def run(self, tokens: list[int]) -> Iterator[torch.Tensor]:
+        try:
+            with self.threads:
+                yield from self._run(tokens)
+        finally:
+            torch.set_num_threads(TORCH_THREADS)  # new threads begin with what any thread set last
+
+    def _run(self, tokens: list[int]) -> Iterator[torch.Tensor]:
         checkpoint = self.checkpoint
         states = checkpoint.rows(EMBEDDING, tokens).float()
         yield states
@@ -57,7 +71,9 @@ class _Forward:
             yield states
 
     def linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
-        product = states @ self.weight(name).T
+        weight = self.weight(name)
+        parts = weight.split(max(1, PIECE // weight.shape[1]))
+        product = torch.cat(list(self.threads.map(lambda part: states @ part.float().T, parts)), dim=-1)
         return (
             product + self.checkpoint.read(f"{name}.bias").float() if self.checkpoint.has(f"{name}.bias") else product
         )

@@ -6,7 +6,6 @@ process.
 
 import contextlib
 import functools
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -29,7 +28,7 @@ from tasks.lineage.early import Preparation
 from tasks.origin import describe_origin
 from tasks.patching import check_signatures, server_paths
 from tasks.preflight import Preflight, describe, open_output, run_preflight, staging_limit
-from tasks.probe import probe
+from tasks.probe import ProbeReport, probe
 from tasks.report import markdown_report, write_report
 from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging
@@ -131,11 +130,14 @@ def probe_step(session: Session) -> None:
     preflight, config = session.preflight, session.config
     restarts = Restarts(config.server.max_restarts, config.server.restart_window, functools.partial(_check, session))
     limits = (preflight.captured, config.extraction, staging_limit(config), restarts)
-    reports = []
-    for server, facts in zip(session.servers, session.facts, strict=True):
+
+    def prove(server: Server, facts: ServerFacts) -> ProbeReport:
         with PrefillEngine([server], *limits) as engine:
-            report = probe(engine, preflight.model, facts, config.dataset.max_seq_len)
-        reports.append(report)
+            return probe(engine, preflight.model, facts, config.dataset.max_seq_len)
+
+    with ThreadPoolExecutor(len(session.servers), thread_name_prefix="probe") as threads:
+        reports = list(threads.map(prove, session.servers, session.facts))
+    for server, report in zip(session.servers, reports, strict=True):
         get_run_logger().info("%s: %s", server.url, report.text())
     open_output(preflight)
     write_json(session.store.logs / "probe.json", [asdict(report) for report in reports])
@@ -251,13 +253,13 @@ def sampler(session: Session, flow_run: dict[str, str]) -> Sampler:
     return Sampler(session.store, session.engine.progress, origin, books[DONE] + books[TRUNCATED])
 
 
-def keep_run(session: Session, started: float) -> dict[str, Any]:
-    """Add this run's figures to the store; started: time.monotonic() of the extraction's begin."""
+def keep_run(session: Session, seconds: float) -> dict[str, Any]:
+    """Add this run's figures to the store; seconds: from the extraction's begin to the last commit record."""
     assert session.engine is not None
     progress = session.engine.progress
     run = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - started, 3),
+        "seconds": round(seconds, 3),
         "rows": progress.rows,
         "tokens": progress.tokens,
         "bytes": progress.bytes,

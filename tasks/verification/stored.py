@@ -18,7 +18,7 @@ class StoredStates:
 
     def at(self, record: Record, row: int, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """float32 [states, tokens, hidden]: aux layers in order, then the final state; only these are read."""
-        where = torch.as_tensor(tokens)
+        where = torch.as_tensor(tokens, dtype=torch.long)  # of an empty list it would make float32
         with safe_open(self.store.shards / str(record.file), framework="pt") as shard:
             aux, last = (shard.get_tensor(tensor_name(row, name)) for name in (AUX, LAST))
             chosen, final = aux[where].float(), last[where].float()

@@ -96,6 +96,15 @@ def test_other_models_of_the_families_too(tmp_path: Path, config: dict[str, Any]
     assert_equal(tmp_path, reference_states(tmp_path, [[token] for token in TOKENS]))
 
 
+def test_a_weight_in_many_pieces_gives_the_same(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    whole = torch.stack(list(layer_outputs(tiny / "llama", TOKENS)))
+    monkeypatch.setattr("tasks.reference.PIECE", 3 * HIDDEN)
+    pieces = torch.stack(list(layer_outputs(tiny / "llama", TOKENS)))
+    assert (pieces - whole).norm() < TOLERANCE * whole.norm()
+    assert torch.get_num_threads() == threads
+
+
 def test_layers_are_read_when_they_are_asked_for(tiny: Path, tmp_path: Path) -> None:
     weights = load_file(tiny / "llama" / WEIGHTS)
     kept = {name: weight for name, weight in weights.items() if "layers.3." not in name}

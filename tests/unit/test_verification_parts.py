@@ -17,6 +17,7 @@ from tasks.verification.distribution import find_outliers
 from tasks.verification.duplicates import find_duplicates
 from tasks.verification.kept import FILE
 from tasks.verification.reextract import choose_rows, differences, noise_limits
+from tasks.verification.stored import StoredStates
 from tasks.verification.values import BLOCK, FORMATS, as_values, few_magnitudes, lost_bits, measure, scratch, start
 from tests.unit.helpers import SmallStore, make_store
 
@@ -125,6 +126,15 @@ def test_places_hold_different_tokens_and_never_the_first() -> None:
     assert sorted(tokens[places].tolist()) == [5, 7, 8, 9]
     assert 0 not in places
     assert len(choose_places(tokens[:1], seed=1)) == 0
+
+
+def test_a_row_of_one_token_has_no_places_and_no_states_there(tmp_path: Path) -> None:
+    small = make_store(tmp_path)
+    record = read_record(small.store.shards / "000000.json")
+    places = choose_places(np.array([5]), seed=0)
+    states = StoredStates(small.store).at(record, record.rows[0].row, places.tolist())
+    assert states.shape[1] == 0
+    assert strength(states[0], torch.empty(0, states.shape[-1])).places == 1  # which says nothing about the row
 
 
 def test_rows_of_one_distribution_have_no_outliers_and_a_strange_one_is_named() -> None:
