@@ -27,7 +27,7 @@ REQUESTS_IN_FLIGHT = 64
 # Kernels that need no download and no compiler where the benchmark runs.
 GPU_ARGUMENTS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
 GPU_ARGUMENTS += ["--mem-fraction-static", "0.9"]  # of what is free; the cache is limited by its tokens
-CPU_ARGUMENTS = ["--sleep-on-idle", "--mem-fraction-static", "0.5"]
+CPU_ARGUMENTS = ["--mem-fraction-static", "0.5"]
 
 
 def server_arguments(device: str, cache_tokens: int) -> list[str]:

@@ -23,7 +23,7 @@ from tasks.store.lock import WriterLock
 from tasks.store.record import read_records
 from tasks.store.shard import AUX, LAST, tensor_name
 
-CPU_ARGUMENTS = ["--max-total-tokens", "32768", "--mem-fraction-static", "0.5", "--sleep-on-idle"]
+CPU_ARGUMENTS = ["--max-total-tokens", "32768", "--mem-fraction-static", "0.5"]
 
 
 def cpu_config(
