@@ -32,8 +32,8 @@ FORMATS = {
     "float16": Format(torch.float16, np.int16, np.uint16, 10, enough=8),  # bfloat16 has 7
     "float32": Format(torch.float32, np.int32, np.uint32, 23, enough=11),  # float16 has 10
 }
-# Values converted at a time. With 128 Ki, 16 threads on 16 cores waited for each other in the interpreter: 1.7 GB/s, and
-# 7.4 with these (1,024 Ki: 6.0); two cores read as fast with either.
+# Values converted at a time. With 128 Ki, 16 threads on 16 cores waited for each other in the interpreter: they read
+# 1.7 GB/s, and 7.4 with these (1,024 Ki: 6.0). Two cores read as fast with either.
 BLOCK = 2048 << 10
 JUDGED = 64  # values that must lack bits before it is no chance: 2 to the power of -64
 DISTINCT, DISTINCT_OF = 126, 1024  # fp8 has 126 magnitudes at any scale; of so many real bfloat16 values 300 differ
