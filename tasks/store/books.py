@@ -1,5 +1,6 @@
 """The books: what became of every row of the plan, by the commit records."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 from tasks.dataset.plan import ACTIONS, SKIP, TRUNCATE, Plan
 from tasks.files import sha256_of, sha256_of_json, write_parquet
 from tasks.store.layout import Store
-from tasks.store.record import Record, record_path
+from tasks.store.record import Record, RowRecords, record_path
 
 DONE, TRUNCATED, SKIPPED, FAILED = "done", "truncated", "skipped", "failed"
 STATES = (DONE, TRUNCATED, SKIPPED, FAILED)
@@ -52,12 +53,14 @@ class Books:
         """The rows in this state, in order."""
         return [row for row, found in enumerate(self.states) if found == state]
 
-    def due(self) -> set[int]:
-        """The rows that a resumed run extracts: never tried, lost, or failed in a way that may heal."""
-        return {*self.rows(MISSING), *self.rows(FAILED)} - self.final
+    def due(self) -> np.ndarray:
+        """The rows that a resumed run extracts, in order: never tried, lost, or failed in a way that may heal."""
+        due = np.fromiter((state in (MISSING, FAILED) for state in self.states), dtype=bool, count=len(self.states))
+        due[list(self.final)] = False
+        return np.flatnonzero(due)
 
 
-def balance(plan: Plan, records: list[Record]) -> Books:
+def balance(plan: Plan, records: Iterable[Record]) -> Books:
     """Find each row of the plan in the records."""
     states, reasons = [MISSING] * len(plan), ["not extracted yet"] * len(plan)
     shards: list[str | None] = [None] * len(plan)
@@ -68,7 +71,8 @@ def balance(plan: Plan, records: list[Record]) -> Books:
     for record in records:
         name = f"{record.batch:06d}.{record.part}"
         file_name = record_path(Store(Path()), record.batch, record.part).name
-        listed = [row.row for row in record.rows] + [row.row for row in record.failed]
+        stored = RowRecords.of(record.rows).numbers.tolist()
+        listed = stored + [row.row for row in record.failed]
         if strange := [row for row in listed if not 0 <= row < len(plan) or plan.batch[row] != record.batch]:
             text = f"record {name} lists rows that the plan does not have in that batch: {strange[:5]}"
             problems.append(Contradiction(text, file_name))
@@ -82,8 +86,7 @@ def balance(plan: Plan, records: list[Record]) -> Books:
         for withdrawn in record.withdrawn:
             if 0 <= withdrawn.row < len(plan) and states[withdrawn.row] == MISSING:
                 reasons[withdrawn.row] = f"withdrawn: {withdrawn.reason}"
-        for stored in record.rows:
-            row = stored.row
+        for row in stored:
             if states[row] not in (MISSING, FAILED):
                 text = f"row {row} is in the books twice, again in record {name}"
                 problems.append(Contradiction(text, file_name, row))
@@ -103,7 +106,7 @@ def write_ledger(path: Path, plan: Plan, books: Books) -> None:
     table = pa.table(
         {
             "row": np.arange(len(plan), dtype=np.int64),
-            "id": pa.array(plan.id, pa.string()),
+            "id": plan.id,
             "state": pa.array(books.states).dictionary_encode(),
             "reason": pa.array(books.reasons, pa.string()),
             "may_heal": pa.array(

@@ -90,7 +90,10 @@ def read_shards(
                     running[pool.submit(check, record)] = record
             if not running:
                 break
-            for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+            wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in [
+                future for future in running if future.done()
+            ]:  # in order: what came before an error is kept
                 record, checked = running.pop(future), future.result()
                 kept.add(record, checked)
                 yield done(checked)

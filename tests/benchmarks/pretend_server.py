@@ -1,7 +1,8 @@
 """A stand-in for an SGLang server that captures, at memory speed, in a process of its own: what is left is our time.
 
-Its model is a table: a token's states are random numbers of its own, the next token the one that the head makes most
-likely. So every check of the extraction holds, the probe's and the second extraction's too. It answers as a server with
+Its model is a table: a token's states are random numbers of its own, the final one by a factor that follows from all
+tokens so far, the next token the one that the head makes most likely. So every check of the extraction holds, the
+probe's, the verification's and the second extraction's too. It answers as a server with
 the plugin does: settings, READY file, dumps. Left out: everything that a real server does with a prompt.
 
     python -m tests.benchmarks.pretend_server CHECKPOINT STAGING    # prints its port, ends when its input closes
@@ -70,8 +71,19 @@ class PretendModel:
         states, self.head = tables()
         self.final = states[-1]
         self.aux = np.ascontiguousarray(states[:-1].transpose(1, 0, 2).reshape(VOCABULARY, -1))
-        self.squares = np.square(states, dtype=np.float64).sum(axis=-1)  # [states, vocabulary]
+        self.squares = np.square(states[:-1], dtype=np.float64).sum(axis=-1)  # [layers, vocabulary]
         self.next = (self.final @ self.head.T).argmax(axis=1)
+        self.keys = np.random.default_rng(21).integers(1 << 63, size=VOCABULARY, dtype=np.uint64)
+        self.odd = np.arange(1, 2 * CONTEXT, 2, dtype=np.uint64)
+
+    def final_states(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [tokens, hidden]: no two prompts share the last one, and the head's choice is the table's."""
+        so_far = np.cumsum(self.keys[ids] * self.odd[: len(ids)])  # wraps around: a hash of the prompt up to here
+        so_far = (so_far ^ (so_far >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+        whole, half = 1 + (so_far >> np.uint64(40)) / 2**24, 1 + (so_far % np.uint64(1 << 24)) / 2**34
+        states = self.final[ids] * whole.astype(np.float32)[:, None]
+        states[:, : HIDDEN // 2] *= half.astype(np.float32)[:, None]  # by a thousandth: 13 bits more
+        return states
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer POST /generate."""
@@ -85,7 +97,9 @@ class PretendModel:
         return {"text": "", "output_ids": [], "meta_info": meta}
 
     def write_dump(self, rid: str, ids: np.ndarray) -> None:
-        rms = np.sqrt(self.squares[:, ids].sum(axis=1) / (len(ids) * HIDDEN)).tolist()
+        final = self.final_states(ids)
+        squares = [*self.squares[:, ids].sum(axis=1), np.square(final).sum(dtype=np.float64)]
+        rms = np.sqrt(np.array(squares) / (len(ids) * HIDDEN)).tolist()
         none = [0] * len(rms)
         metadata = {
             "request": rid,
@@ -101,7 +115,7 @@ class PretendModel:
         path = self.staging / f"{rid}.safetensors"
         unfinished = f"{path}.part"
         with open(unfinished, "wb") as file:
-            file.writelines([struct.pack("<Q", len(header)), header, self.aux[ids], self.final[ids], ids])
+            file.writelines([struct.pack("<Q", len(header)), header, self.aux[ids], final, ids])
         os.rename(unfinished, path)
 
 

@@ -28,7 +28,7 @@ def repair(small: SmallStore) -> str:
 
 def due(small: SmallStore) -> set[int]:
     """The rows that the next `extract` takes."""
-    return balance(load_plan(small.store.plan), read_records(small.store)).due()
+    return set(balance(load_plan(small.store.plan), read_records(small.store)).due().tolist())
 
 
 def extract(small: SmallStore, rows: list[int]) -> None:

@@ -187,10 +187,10 @@ def test_one_wrong_token_among_many_shows_in_the_second_figure() -> None:
 
 def test_the_rows_to_extract_again_hold_what_is_doubtful() -> None:
     config = VerifyConfig(reextract_rows=3, reextract_share=0)
-    chosen = choose_rows(list(range(100)), config, [42, 7])
+    chosen = choose_rows(np.arange(100), config, [42, 7])
     assert {42, 7} < set(chosen)
     assert len(chosen) <= 5
-    assert chosen == choose_rows(list(range(100)), config, [42, 7])
+    assert chosen == choose_rows(np.arange(100), config, [42, 7])
 
 
 class Interrupt(Exception):
