@@ -15,7 +15,7 @@ from tasks.errors import StoreError
 from tasks.files import human_bytes, human_seconds
 from tasks.store.books import FAILED, MISSING, SKIPPED, TRUNCATED, Books, balance
 from tasks.store.layout import Store, read_extraction
-from tasks.store.record import Record, in_order, read_whole_record, record_paths
+from tasks.store.record import Record, RowRecords, in_order, read_whole_record, record_paths
 from tasks.verification.findings import Check
 from tasks.verification.outcome import FAILED as NOT_PASSED
 from tasks.verification.outcome import INCOMPLETE, PASSED, Outcome, read_outcome
@@ -84,7 +84,7 @@ def gather(store: Store) -> Facts | None:
         return None
     plan, records = load_plan(store.plan), _readable(store)
     books = balance(plan, records)
-    rows = np.array([row.tokens for record in records for row in record.rows], dtype=np.int64)
+    rows = np.concatenate([np.empty(0, np.int64), *(RowRecords.of(record.rows).tokens for record in records)])
     return Facts(
         name=str(extraction["config"].get("name", store.root.name)),
         root=str(store.root.absolute()),

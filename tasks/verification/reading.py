@@ -91,9 +91,8 @@ def read_shards(
             if not running:
                 break
             wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-            for future in [
-                future for future in running if future.done()
-            ]:  # in order: what came before an error is kept
+            # In the order in which they began: what was read before an error is kept.
+            for future in [future for future in running if future.done()]:
                 record, checked = running.pop(future), future.result()
                 kept.add(record, checked)
                 yield done(checked)

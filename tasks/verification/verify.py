@@ -49,16 +49,15 @@ def verify_store(
     config: VerifyConfig | None = None,
     engine: PrefillEngine | None = None,
     *,
-    plan: Plan | None = None,
     fresh: bool = False,
     repair: WriterLock | None = None,
     show: Show = lambda progress: None,
 ) -> Verified:
     """Check a store and write its ledger and manifest. The lock must be held.
 
-    engine: to extract a share again; without one an earlier comparison of the same records counts. plan: the store's,
-    where somebody has read it already. fresh: read again what an unfinished verification has read. repair: the held
-    lock; what is wrong is put back into the plan. show: told how far the reading is.
+    engine: to extract a share again; without one an earlier comparison of the same records counts. fresh: read again
+    what an unfinished verification has read. repair: the held lock; what is wrong is put back into the plan. show: told
+    how far the reading is.
     Raises VerificationError listing what is wrong, ExtractionError if only rows are missing, StoreError if the store's
     own books are damaged, DatasetError if the dataset is gone. The manifest is there only if it passed; the outcome is
     kept in any case.
@@ -70,7 +69,7 @@ def verify_store(
         raise StoreError(f"{store.root} holds no extraction: there is no {store.extraction.name}.")
     if not dataset.exists():
         raise DatasetError(f"The dataset {dataset} does not exist; its ids and masks are needed to verify.")
-    verification = _Verification(store, dataset, extraction, plan or load_plan(store.plan), config or VerifyConfig())
+    verification = _Verification(store, dataset, extraction, load_plan(store.plan), config or VerifyConfig())
     outcome = verification.outcome
     try:
         verification.read(fresh, show)
