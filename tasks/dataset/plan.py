@@ -85,7 +85,7 @@ def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, sh
                 return batch
             starts.append(start)
             filled = int(ends[start - 1])
-        shard_bytes, most_rows = shard_bytes * 5 // 4 + 1, most_rows * 5 // 4
+        shard_bytes, most_rows = shard_bytes * 5 // 4 + 1, most_rows * 5 // 4 + 1
 
 
 def save_plan(plan: Plan, path: Path) -> None:

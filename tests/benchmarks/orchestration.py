@@ -182,8 +182,8 @@ def compare(few: dict[str, Any], many: dict[str, Any], base: dict[str, Any]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, action="append", help="may be given several times (default: 10000)")
-    parser.add_argument("--stored", type=int, action="append", help="may be given several times (default: none)")
+    parser.add_argument("--rows", type=int, action="append", help="may be given several times")
+    parser.add_argument("--stored", type=int, action="append", help="the same, stored beforehand")
     parser.add_argument("--out", type=Path, help="raw JSON")
     parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -204,8 +204,8 @@ def main() -> None:
         with prefect_api():
             for rows in options.stored or []:
                 one(rows, MANY_BATCHES, measure_stored)
-            base = one(FEW_ROWS, FEW_BATCHES)
-            for rows in options.rows or [10_000]:
+            base = one(FEW_ROWS, FEW_BATCHES) if options.rows else {}
+            for rows in options.rows or []:
                 results[f"{rows} rows"] = compare(one(rows, FEW_BATCHES), one(rows, MANY_BATCHES), base)
                 print(json.dumps(results[f"{rows} rows"], indent=1), flush=True)
     if options.out:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tasks.dataset import plan as plan_module
 from tasks.dataset.plan import ACTIONS, MOST_BATCHES, NO_BATCH, SKIP, Plan, assign_batches, load_plan, save_plan
 from tasks.dataset.rows import read_planned
 from tasks.errors import StoreError
@@ -215,6 +218,14 @@ def test_batches_are_consecutive_and_within_the_shard_size(tmp_path: Path) -> No
     assert lengths(plan_of(tmp_path, [4, 4, 2, 1, 9, 3, 3, 3, 3], 100)) == [[4, 4, 2], [1, 9], [3, 3, 3], [3]]
 
 
+def test_batches_have_no_more_rows_than_memory_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "MOST_ROWS", 3)
+    none = np.zeros(8, dtype=bool)
+    assert assign_batches(np.full(8, 2), none, 10, 1000).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    monkeypatch.setattr(plan_module, "MOST_BATCHES", 2)
+    assert assign_batches(np.full(8, 2), none, 10, 1000).tolist() == [0] * 4 + [1] * 4  # no more than are needed
+
+
 def test_a_row_larger_than_a_shard_is_alone(tmp_path: Path) -> None:
     assert lengths(plan_of(tmp_path, [50, 2, 50, 2, 2, 50], 100)) == [[50], [2], [50], [2, 2], [50]]
 
@@ -277,6 +288,16 @@ def test_a_plan_reads_back_as_it_was_saved(tmp_path: Path) -> None:
     assert (loaded.reason, loaded.id.to_pylist()) == (plan.reason, plan.id.to_pylist())
     assert batches_of(loaded) == batches_of(plan) == [[0], [2], [3]]
     assert loaded.action[1] == ACTIONS.index(SKIP)
+
+
+def test_a_plan_with_an_action_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    save_plan(scan(write_jsonl(tmp_path / "d.jsonl", [GOOD, GOOD])).plan, path)
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("action")
+    pq.write_table(table.set_column(at, "action", pa.array(["extract", "wait"])), path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        load_plan(path)
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"PAR1"), lambda path: path.unlink()])
