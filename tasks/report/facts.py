@@ -183,15 +183,15 @@ def throughput_of(records: list[Record], bins: int = 60) -> Throughput | None:
 def reasons_of(books: Books) -> list[Reason]:
     """Reasons that differ in numbers only are one, the most frequent first."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for row, (state, reason) in enumerate(zip(books.states, books.reasons)):
-        if state in (FAILED, SKIPPED, TRUNCATED, MISSING):
-            groups[state, re.sub(r"\d+", "#", reason)].append(row)
     order = [FAILED, MISSING, SKIPPED, TRUNCATED]
+    for state in order:
+        for row in books.rows(state):
+            groups[state, re.sub(r"\d+", "#", books.reason(row))].append(row)
     reasons = []
     for (state, _), rows in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]))):
         more = f" and {len(rows) - EXAMPLES:,} more" if len(rows) > EXAMPLES else ""
         named = ", ".join(map(str, rows[:EXAMPLES])) + more
-        reasons.append(Reason(state, books.reasons[rows[0]], len(rows), named))
+        reasons.append(Reason(state, books.reason(rows[0]), len(rows), named))
     return reasons
 
 

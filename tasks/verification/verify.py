@@ -49,15 +49,17 @@ def verify_store(
     config: VerifyConfig | None = None,
     engine: PrefillEngine | None = None,
     *,
+    plan: Plan | None = None,
     fresh: bool = False,
     repair: WriterLock | None = None,
     show: Show = lambda progress: None,
 ) -> Verified:
     """Check a store and write its ledger and manifest. The lock must be held.
 
-    engine: to extract a share again; without one an earlier comparison of the same records counts. fresh: read again
-    what an unfinished verification has read. repair: the held lock; what is wrong is put back into the plan. show: told
-    how far the reading is.
+    engine: to extract a share again; without one an earlier comparison of the same records counts. plan: what
+    the store's should be, so that two of them need not stay in memory. fresh: read again what an unfinished
+    verification has read. repair: the held lock; what is wrong is put back into the plan. show: told how far the
+    reading is.
     Raises VerificationError listing what is wrong, ExtractionError if only rows are missing, StoreError if the store's
     own books are damaged, DatasetError if the dataset is gone. The manifest is there only if it passed; the outcome is
     kept in any case.
@@ -69,7 +71,7 @@ def verify_store(
         raise StoreError(f"{store.root} holds no extraction: there is no {store.extraction.name}.")
     if not dataset.exists():
         raise DatasetError(f"The dataset {dataset} does not exist; its ids and masks are needed to verify.")
-    verification = _Verification(store, dataset, extraction, load_plan(store.plan), config or VerifyConfig())
+    verification = _Verification(store, dataset, extraction, _plan_of(store, plan), config or VerifyConfig())
     outcome = verification.outcome
     try:
         verification.read(fresh, show)
@@ -101,6 +103,12 @@ _REPAIR = (
     "`python -m flows verify OUTPUT --repair` puts the rows concerned back into the plan, and `python -m flows extract "
     "CONFIG.yaml` then extracts just these again."
 )
+
+
+def _plan_of(store: Store, known: Plan | None) -> Plan:
+    """The store's plan, read from its file; `known`, if that is the same."""
+    read = load_plan(store.plan)
+    return known if known is not None and known.same(read) else read
 
 
 def comparison_due(store: Store, config: VerifyConfig) -> bool:
@@ -171,7 +179,7 @@ class _Verification:
     def _look_at(self, figures: Figures) -> None:
         """The figures of all rows that have no problem yet, against each other."""
         bad = [problem.row for problem in self.problems if problem.row is not None]
-        good = ~np.isin(figures.row, bad)
+        good: Any = ~np.isin(figures.row, bad) if bad else slice(None)  # a slice copies nothing
         rows = figures.row[good]
         tokens, median = self.plan.tokens[rows], figures.median[good]
         outcome = self.outcome
@@ -273,7 +281,7 @@ def _check_complete(store: Store, plan: Plan, books: Books, max_failed_share: fl
             f"{len(books.final)} rows would fail in the same way, so only `python -m flows retry-failed CONFIG.yaml` "
             "tries them again; extraction.max_failed_share lets a run pass without them."
         )
-    lines = [f"row {row}: {books.reasons[row]}" for row in [*failed, *missing]]
+    lines = [f"row {row}: {books.reason(row)}" for row in [*failed, *missing]]
     raise ExtractionError(
         f"{store.root} is not complete: {done} rows are done, {len(failed)} of {len(plan)} rows failed "
         f"(extraction.max_failed_share allows {max_failed_share:.2%}), {len(missing)} were not extracted yet.\n"

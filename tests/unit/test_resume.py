@@ -132,8 +132,8 @@ def test_the_last_try_says_whether_a_row_may_heal(job: Job) -> None:
     job.run({0: REFUSED, 1: BUSY}, only_failed=True)
     books = job.preflight().books
     assert (books.states[:2], books.final) == (["failed", "failed"], {0})
-    assert "refused" in books.reasons[0]
-    assert "HTTP 503" in books.reasons[1]
+    assert "refused" in books.reason(0)
+    assert "HTTP 503" in books.reason(1)
     job.run()
     assert job.tried == [1]
 
