@@ -81,10 +81,15 @@ class ShardWriter:
             raise AssertionError(f"the header needs {len(text)} bytes, {self.room} were kept")
         head = self.room.to_bytes(8, "little") + text.ljust(self.room)
         _write_at(self.file.fileno(), memoryview(head), 0)
-        with ThreadPoolExecutor(1) as beside:  # one waits for the disk, the other reads memory
-            durable = beside.submit(os.fsync, self.file.fileno())
-            written = WrittenShard(8 + self.room + self.end, checksum_of(self.temporary))
-            durable.result()
+        if self.end <= WRITE_BACK:  # too little to be worth a thread
+            os.fsync(self.file.fileno())
+            checksum = checksum_of(self.temporary)
+        else:
+            with ThreadPoolExecutor(1) as beside:  # one waits for the disk, the other reads memory
+                durable = beside.submit(os.fsync, self.file.fileno())
+                checksum = checksum_of(self.temporary)
+                durable.result()
+        written = WrittenShard(8 + self.room + self.end, checksum)
         self.file.close()
         os.replace(self.temporary, self.path)
         sync_directory(self.path.parent)
