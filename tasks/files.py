@@ -73,7 +73,7 @@ def _digest_of(path: Path, digest: Any) -> str:
     """In large pieces: between two of them, a thread that hashes waits until the others let it."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        # One for all: fresh memory costs as much as the reading; no larger than the file, of which many are read at once.
+        # One for all: fresh memory costs as much as the reading. Of a small file no more: many are read at once.
         piece = memoryview(bytearray(min(CHUNK, max(size, 1))))
         while length := file.readinto(piece):
             digest.update(piece[:length])
