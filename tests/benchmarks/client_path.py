@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -100,10 +101,12 @@ def measure(rows: int, folder: Path) -> dict[str, float]:
         for name in (PREPARED, STAGING):
             Path(memory, name).mkdir()
         with serving("tests.benchmarks.client_path", memory, "--serve", str(rows)) as (url, _):
-            target = Path(output, "copy")
-            copied = seconds_of(lambda: copy(Path(memory, PREPARED), target))
-            subprocess.run(["rm", "-r", str(target)], check=True)
-            os.sync()
+            prepared, target = Path(memory, PREPARED), Path(output, "copy")
+            copied = 0.0
+            for _ in range(2):  # of which the second counts: the machine has its memory then, for both
+                copied = seconds_of(lambda: copy(prepared, target))
+                shutil.rmtree(target)
+                os.sync()
             store = new_store(Store(Path(output, "store")), {"any": 1})
             before = resource.getrusage(resource.RUSAGE_SELF)
             ours = seconds_of(lambda: extract(AttachedServer(url, Path(memory, STAGING)), store, rows))
