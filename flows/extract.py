@@ -18,13 +18,13 @@ from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
-from tasks.lineage.early import Preparation
 from tasks.steps import (
     Session,
     extract_step,
     keep_run,
     patch_step,
     preflight_step,
+    prepare_mlflow,
     probe_step,
     record_step,
     sampler,
@@ -59,7 +59,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
     with preflight_step(config, only_failed, deep) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if session.needs_server():
-            session.mlflow = Preparation(config.lineage, mlflow_uri(), mlflow_artifacts())
+            prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
             patch_step(session)
             server_step(session)
             probe_step(session)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-CHUNK = 8 << 20  # bytes read at a time
+CHUNK = 4 << 20  # bytes read at a time
 
 
 def temporary_for(path: Path, workspace: Path | None = None) -> Path:
@@ -71,8 +71,10 @@ def checksum_of(path: Path) -> str:
 
 def _digest_of(path: Path, digest: Any) -> str:
     """In large pieces: between two of them, a thread that hashes waits until the others let it."""
-    piece = memoryview(bytearray(CHUNK))  # one for all: fresh memory costs as much as the reading
     with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        # One for all: fresh memory costs as much as the reading. Of a small file no more: many are read at once.
+        piece = memoryview(bytearray(min(CHUNK, max(size, 1))))
         while length := file.readinto(piece):
             digest.update(piece[:length])
     return digest.hexdigest()

@@ -52,8 +52,8 @@ class Preflight:
     inspection: Inspection
     """What the output has, as it was when preflight looked."""
     books: Books
-    missing: dict[int, list[int]]
-    """Rows that this run extracts, by batch."""
+    missing: dict[int, np.ndarray]
+    """Rows that this run extracts, by batch; int64, ascending."""
 
     @property
     def store(self) -> Store:
@@ -287,16 +287,15 @@ def _with_progress_of_output(preflight: Preflight, only_failed: bool, deep: bool
             "(shards/*.json) concerned to extract their rows again."
         )
     failed, due = books.rows(FAILED), books.due()
-    if only_failed and due and not failed:
+    if only_failed and len(due) and not failed:
         raise OutputError(
             f"No row of {store.root} failed, so there is nothing to retry; {len(due):,} rows were not extracted yet: "
             "`python -m flows extract` does that."
         )
-    wanted = set(failed) if only_failed else due
-    missing = {}
-    for batch, rows in enumerate(plan.rows_by_batch()):
-        if left := [row for row in rows if row in wanted]:
-            missing[batch] = left
+    wanted = np.zeros(len(plan), dtype=bool)
+    wanted[failed if only_failed else due] = True
+    left = (rows[wanted[rows]] for rows in plan.rows_by_batch())
+    missing = {batch: rows for batch, rows in enumerate(left) if len(rows)}
     return dataclasses.replace(
         preflight, plan=plan, resumed=resumed, inspection=inspection, books=books, missing=missing
     )

@@ -190,6 +190,7 @@ def verify_step(session: Session) -> Verified:
             config.extraction.max_failed_share,
             config.verify,
             session.engine,
+            plan=session.preflight.plan,
             show=lambda progress: get_run_logger().info("%s", progress.text()),
         )
     finally:
@@ -217,15 +218,20 @@ def _report(session: Session) -> None:
         get_run_logger().warning("the report could not be written: %s", error)
 
 
+def prepare_mlflow(session: Session, default_uri: str, artifacts: Path) -> None:
+    """Have MLflow ready for the record."""
+    preparation = Preparation(session.config.lineage, default_uri, artifacts)
+    session.mlflow = session.resources.enter_context(preparation)
+
+
 @task(name="record", task_run_name="record", **UNCACHED)
 def record_step(session: Session, default_uri: str, artifacts: Path) -> str | None:
     """Tell MLflow; returns the run's id. Its failure is a warning: the data is safe, and `record` makes up for it."""
-    if session.mlflow:
-        session.mlflow.join()
-    from tasks.lineage.record import record_extraction  # takes seconds to import: see tasks/lineage/early.py
-
+    if session.mlflow is None:
+        prepare_mlflow(session, default_uri, artifacts)
+    assert session.mlflow is not None
     try:
-        run_id = record_extraction(session.store, session.config.lineage, default_uri, artifacts)
+        run_id = session.mlflow.record(session.store)
     except LineageError as error:
         get_run_logger().warning("%s", error)
         return None

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tasks.errors import StoreError
 from tasks.files import write_parquet
 
+MOST_ROWS = 8192  # of a batch: its rows, its shard's header and its record are in memory
 MOST_BATCHES = 2000  # mapped tasks of one flow run that a self-hosted Prefect server takes without losing records
 EXTRACT, TRUNCATE, SKIP = "extract", "truncate", "skip"
 ACTIONS = (EXTRACT, TRUNCATE, SKIP)
@@ -34,10 +36,21 @@ class Plan:
     """int32: batch number, NO_BATCH where skipped."""
     reason: list[str]
     """Why a row is cut or skipped; empty otherwise."""
-    id: list[str | None]
+    id: pa.ChunkedArray
+    """utf8: the rows' own names, null where a row has none."""
 
     def __len__(self) -> int:
         return len(self.offset)
+
+    def same(self, other: "Plan") -> bool:
+        """Whether both say the same of every row."""
+        mine, others = vars(self), vars(other)
+        arrays = (name for name in mine if name not in ("reason", "id"))
+        return (
+            all(np.array_equal(mine[name], others[name]) for name in arrays)
+            and self.reason == other.reason
+            and self.id.equals(other.id)
+        )
 
     @property
     def batches(self) -> int:
@@ -52,11 +65,11 @@ class Plan:
         """Tokens of the longest row to extract."""
         return int(self.tokens.max(initial=0))
 
-    def rows_by_batch(self) -> list[list[int]]:
-        """The row numbers of each batch, in order."""
+    def rows_by_batch(self) -> list[np.ndarray]:
+        """The row numbers of each batch, in order; int64 [rows of the batch]."""
         order = np.flatnonzero(self.batch != NO_BATCH)
         bounds = np.searchsorted(self.batch[order], np.arange(1, self.batches))
-        return [part.tolist() for part in np.split(order, bounds)] if len(order) else []
+        return np.split(order, bounds) if len(order) else []
 
     def counts(self) -> dict[str, int]:
         """Rows by action."""
@@ -64,23 +77,25 @@ class Plan:
 
 
 def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, shard_bytes: int) -> np.ndarray:
-    """Group consecutive rows into batches of at most `shard_bytes` (a longer row is alone); int32 [rows].
+    """Group consecutive rows into batches of at most `shard_bytes` (a longer row is alone) and MOST_ROWS; int32 [rows].
 
-    `shard_bytes` grows until there are at most MOST_BATCHES.
+    Both limits grow until there are at most MOST_BATCHES.
     """
+    most_rows = MOST_ROWS
     rows = np.flatnonzero(~skipped)
     ends = np.cumsum(tokens[rows], dtype=np.int64) * token_bytes
     while True:
         starts, filled = [0], 0
         while len(starts) <= MOST_BATCHES:
-            start = max(int(np.searchsorted(ends, filled + shard_bytes, side="right")), starts[-1] + 1)
+            fitting = int(np.searchsorted(ends, filled + shard_bytes, side="right"))
+            start = min(max(fitting, starts[-1] + 1), starts[-1] + most_rows)
             if start >= len(rows):
                 batch = np.full(len(tokens), NO_BATCH, dtype=np.int32)
                 batch[rows] = np.repeat(np.arange(len(starts)), np.diff([*starts, len(rows)]))
                 return batch
             starts.append(start)
             filled = int(ends[start - 1])
-        shard_bytes = shard_bytes * 5 // 4 + 1
+        shard_bytes, most_rows = shard_bytes * 5 // 4 + 1, most_rows * 5 // 4 + 1
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -88,7 +103,7 @@ def save_plan(plan: Plan, path: Path) -> None:
     table = pa.table(
         {
             "row": np.arange(len(plan), dtype=np.int64),
-            "id": pa.array(plan.id, pa.string()),
+            "id": plan.id,
             "offset": plan.offset,
             "size": plan.size,
             "input_tokens": plan.input_tokens,
@@ -105,12 +120,15 @@ def load_plan(path: Path) -> Plan:
     """Read a plan that `save_plan` wrote. Raises StoreError if it cannot be read."""
     try:
         table = pq.read_table(path)
-        codes = {name: code for code, name in enumerate(ACTIONS)}
+        # As codes at once: a million strings take 60 MB.
+        action = pc.index_in(table["action"].cast(pa.string()), pa.array(ACTIONS))
+        if action.null_count:
+            raise KeyError("an unknown action")
         return Plan(
             **{name: table[name].to_numpy() for name in ("offset", "size", "input_tokens", "tokens", "batch")},
-            action=np.array([codes[name] for name in table["action"].to_pylist()], dtype=np.uint8),
+            action=action.to_numpy().astype(np.uint8),
             reason=table["reason"].to_pylist(),
-            id=table["id"].to_pylist(),
+            id=table["id"],
         )
     except (OSError, KeyError, pa.ArrowException) as error:
         raise StoreError(f"The plan {path} cannot be read ({error}). Restore it, or start a new output.") from error

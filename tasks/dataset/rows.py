@@ -1,6 +1,6 @@
 """One row of the dataset: what a valid sample is, and reading planned rows again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,14 @@ def text_of(row_id: Any) -> str | None:
     return None if row_id is None else str(row_id)
 
 
-def read_planned(path: Path, plan: Plan, numbers: list[int], vocab_size: int) -> Iterator[Row]:
+def read_planned(path: Path, plan: Plan, numbers: Iterable[int], vocab_size: int) -> Iterator[Row]:
     """Read the given rows again, cut as planned. Raises StoreError if the file is no longer the planned one.
 
     In ascending order it costs least: a packed file has no way back.
     """
     try:
         with PositionReader(path) as reader:
-            for number in numbers:
+            for number in map(int, numbers):
                 raw = reader.read(int(plan.offset[number]), int(plan.size[number]))
                 tokens = int(plan.tokens[number])
                 try:

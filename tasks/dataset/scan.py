@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from tasks.config import DatasetConfig
 from tasks.dataset.blocks import read_blocks
@@ -47,7 +48,8 @@ def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard
 def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int) -> Plan:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("offset", "size", "input_tokens", "tokens", "action")}
     reasons: list[str] = []
-    ids: list[str | None] = []
+    ids: list[pa.Array] = []
+    rows = 0
     problems: list[str] = []
     kinds: Counter[str] = Counter()
 
@@ -57,7 +59,7 @@ def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes:
             problems.append(f"  {name_row(config.path, number)}: {detail}")
 
     for block in read_blocks(config.path, vocab_size):
-        first = len(ids)
+        first, rows = rows, rows + len(block)
         too_long = block.tokens > config.max_seq_len
         action = np.full(len(block), ACTIONS.index(EXTRACT), dtype=np.uint8)
         block_reasons = [""] * len(block)
@@ -82,18 +84,18 @@ def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes:
         ):
             columns[name].append(array)
         reasons += block_reasons
-        ids += block.ids
+        ids.append(pa.array(block.ids, pa.string()))
 
-    if not ids:
+    if not rows:
         raise DatasetError(f"The dataset {config.path} is empty (dataset.path).")
     if problems:
-        raise DatasetError(_refusal(config, len(ids), problems, kinds))
+        raise DatasetError(_refusal(config, rows, problems, kinds))
     whole = {name: np.concatenate(parts) for name, parts in columns.items()}
     if not whole["tokens"].any():
-        raise DatasetError(f"{config.path} has no row to extract: {len(ids)} rows, all skipped (dataset.path).")
+        raise DatasetError(f"{config.path} has no row to extract: {rows} rows, all skipped (dataset.path).")
     skipped = whole["action"] == ACTIONS.index(SKIP)
     batch = assign_batches(whole["tokens"], skipped, token_bytes, shard_bytes)
-    return Plan(**whole, batch=batch, reason=reasons, id=ids)
+    return Plan(**whole, batch=batch, reason=reasons, id=pa.chunked_array(ids, pa.string()))
 
 
 def _refusal(config: DatasetConfig, rows: int, problems: list[str], kinds: Counter[str]) -> str:

@@ -4,13 +4,15 @@ import itertools
 import os
 import socket
 import time
-from concurrent.futures import as_completed
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from queue import SimpleQueue
 
 from tasks.dataset.rows import Row
 from tasks.errors import RowError, TransientPrefillError, WriteError
 from tasks.extraction.engine import PrefillEngine
+from tasks.server.dumps import Dump
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
 from tasks.store.record import FORMAT, FailedRow, Record, RowRecord, record_path, write_record
@@ -43,12 +45,19 @@ def extract_batch(
     done: list[RowRecord] = []
     failed: list[FailedRow] = []
     # Longest first: what does not fit or cannot be served shows early, and the batch ends with short rows.
-    futures = {
-        engine.submit(row.number, row.input_ids): row for row in sorted(rows, key=lambda row: -len(row.input_ids))
-    }
+    waiting = iter(sorted(rows, key=lambda row: -len(row.input_ids)))
+    futures: dict[Future[Dump], Row] = {}
+    finished: SimpleQueue[Future[Dump]] = SimpleQueue()
     try:
         with ShardWriter(store.shard(batch, part), len(rows), captured.dtype, metadata, lock.workspace) as writer:
-            for future in as_completed(futures):
+            while True:
+                for row in itertools.islice(waiting, engine.most_waiting - len(futures)):
+                    future = engine.submit(row.number, row.input_ids)
+                    futures[future] = row
+                    future.add_done_callback(finished.put)
+                if not futures:
+                    break
+                future = finished.get()
                 row = futures.pop(future)  # the future holds the dump's mapping: let go of it with the row
                 try:
                     dump = future.result()

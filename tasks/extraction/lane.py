@@ -16,6 +16,7 @@ import orjson
 from tasks.config import ExtractionConfig
 from tasks.errors import RowError, ServerError, ServerLostError, TransientPrefillError
 from tasks.extraction.admission import Load
+from tasks.model import ITEMSIZE
 from tasks.server.dumps import Captured, Dump, is_behind, open_dump
 from tasks.server.launch import Server
 from tasks.server.supervisor import Restarts, Supervisor
@@ -30,6 +31,7 @@ BEHIND, MOST_BEHIND = 0.02, 600.0  # seconds between looks whether the plugin's 
 # A server is looked at when nothing came back for as long as this, and for so many times the longest prefill so far.
 SILENCE, SILENCE_FACTOR = 60.0, 10.0  # seconds; a number
 LOOK = 1.0  # seconds between looks at the clock
+OPENED_AT_ONCE = 1 << 20  # bytes of a dump that is opened within the loop: another thread takes longer to wake up
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Lane:
         self.behind_seconds = 0.0
         """That the plugin's writers asked to be sent nothing new."""
         self._slowest = config.slowest_tokens_per_second
+        self._token_bytes = (len(captured.layers) + 1) * captured.hidden_size * ITEMSIZE[captured.dtype]
         self._in_flight = in_flight
         self._looked, self._behind = -math.inf, False  # when the plugin's mark was looked for last; was it there
         self._last_sign = time.monotonic()  # of life: something came back from the server
@@ -87,28 +90,27 @@ class Lane:
         """
         generation = await self.supervisor.ready()
         path = self.server.staging / f"{request}.safetensors"
-        error_path = self.server.staging / f"{request}.error.json"
         try:
             await self._wait_for_writers()
             started = time.monotonic()
             await self.post(request, ids, {}, generation)
-            await self._wait_for_dump(path, error_path, generation)
+            await self._wait_for_dump(path, generation)
             self._longest_prefill = max(self._longest_prefill, time.monotonic() - started)
+            if len(ids) * self._token_bytes <= OPENED_AT_ONCE:
+                return open_dump(path, ids, self.captured)
             return await asyncio.to_thread(open_dump, path, ids, self.captured)
         except BaseException:
-            path.unlink(missing_ok=True)
-            for late in (path, error_path):
+            for late in (path, _error_of(path)):
+                late.unlink(missing_ok=True)
                 asyncio.get_running_loop().call_later(LATE, functools.partial(late.unlink, missing_ok=True))
             raise
-        finally:
-            error_path.unlink(missing_ok=True)
 
     async def post(self, request: str, ids: np.ndarray, extra: dict[str, Any], generation: int | None = None) -> Answer:
         """Send a prompt; `extra` goes into the request's body. Raises as `prefill`."""
         generation = self.supervisor.generation if generation is None else generation
         body = {
             "rid": request,
-            "input_ids": ids.tolist(),
+            "input_ids": np.ascontiguousarray(ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             **extra,
         }
@@ -116,7 +118,7 @@ class Lane:
         try:
             async with self._client.post(
                 f"{self.server.url}/generate",
-                data=orjson.dumps(body),
+                data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
                 headers={"content-type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT),
             ) as response:
@@ -157,11 +159,11 @@ class Lane:
             late.unlink(missing_ok=True)
         await self._client.close()
 
-    async def _wait_for_dump(self, path: Path, error_path: Path, generation: int) -> None:
+    async def _wait_for_dump(self, path: Path, generation: int) -> None:
         deadline = time.monotonic() + DUMP_DEADLINE + self._in_flight().bytes / SLOWEST_STAGING
         pause = 0.001
         while not path.exists():
-            if error_path.exists():
+            if (error_path := _error_of(path)).exists():
                 raise TransientPrefillError(f"the capture failed: {orjson.loads(error_path.read_bytes())['error']}")
             if self.supervisor.generation != generation:
                 raise ServerLostError("the server was lost before the dump came")
@@ -187,3 +189,8 @@ class Lane:
     def _patience(self) -> float:
         """Seconds of silence that a healthy server does not reach."""
         return max(SILENCE, SILENCE_FACTOR * self._longest_prefill)
+
+
+def _error_of(dump: Path) -> Path:
+    """Where the plugin says why there is no dump."""
+    return dump.with_suffix(".error.json")

@@ -52,7 +52,7 @@ from tasks.lineage.sources import FileSource, HiddenStatesDataset, PromptsDatase
 from tasks.store.attempts import ATTEMPTS, Attempt, read_attempts
 from tasks.store.layout import Store, read_extraction
 from tasks.store.manifest import read_manifest
-from tasks.store.record import read_records
+from tasks.store.record import RowRecords, read_records
 from tasks.store.runs import read_runs
 
 NOTE_FILE, LOCK = "mlflow.json", "mlflow.lock"  # in the store's logs: the key and the run's id a tracking server
@@ -188,7 +188,7 @@ def _log_artifacts(
 
 def _plots(store: Store, attempts: list[Attempt]) -> dict[str, str]:
     plan, parts = load_plan(store.plan), read_manifest(store)["parts"]
-    rms = np.array([row.rms for record in read_records(store) for row in record.rows])  # [rows, states]
+    rms = np.concatenate([rows.rms for record in read_records(store) if len(rows := RowRecords.of(record.rows))])
     names = [*(f"layer {layer}" for layer in parts["layers"]), "final"]
     low, middle, high = (np.quantile(rms, share, axis=0).tolist() for share in (0.0, 0.5, 1.0))
     drawn = {

@@ -15,7 +15,7 @@ from tasks.errors import StoreError
 from tasks.files import human_bytes, human_seconds
 from tasks.store.books import FAILED, MISSING, SKIPPED, TRUNCATED, Books, balance
 from tasks.store.layout import Store, read_extraction
-from tasks.store.record import Record, in_order, read_whole_record, record_paths
+from tasks.store.record import Record, RowRecords, in_order, read_whole_record, record_paths
 from tasks.verification.findings import Check
 from tasks.verification.outcome import FAILED as NOT_PASSED
 from tasks.verification.outcome import INCOMPLETE, PASSED, Outcome, read_outcome
@@ -84,7 +84,7 @@ def gather(store: Store) -> Facts | None:
         return None
     plan, records = load_plan(store.plan), _readable(store)
     books = balance(plan, records)
-    rows = np.array([row.tokens for record in records for row in record.rows], dtype=np.int64)
+    rows = np.concatenate([np.empty(0, np.int64), *(RowRecords.of(record.rows).tokens for record in records)])
     return Facts(
         name=str(extraction["config"].get("name", store.root.name)),
         root=str(store.root.absolute()),
@@ -183,15 +183,15 @@ def throughput_of(records: list[Record], bins: int = 60) -> Throughput | None:
 def reasons_of(books: Books) -> list[Reason]:
     """Reasons that differ in numbers only are one, the most frequent first."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for row, (state, reason) in enumerate(zip(books.states, books.reasons)):
-        if state in (FAILED, SKIPPED, TRUNCATED, MISSING):
-            groups[state, re.sub(r"\d+", "#", reason)].append(row)
     order = [FAILED, MISSING, SKIPPED, TRUNCATED]
+    for state in order:
+        for row in books.rows(state):
+            groups[state, re.sub(r"\d+", "#", books.reason(row))].append(row)
     reasons = []
     for (state, _), rows in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]))):
         more = f" and {len(rows) - EXAMPLES:,} more" if len(rows) > EXAMPLES else ""
         named = ", ".join(map(str, rows[:EXAMPLES])) + more
-        reasons.append(Reason(state, books.reasons[rows[0]], len(rows), named))
+        reasons.append(Reason(state, books.reason(rows[0]), len(rows), named))
     return reasons
 
 

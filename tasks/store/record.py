@@ -1,18 +1,22 @@
 """Commit records: the JSON file beside a shard that says what it holds. A shard without one does not exist."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
+import orjson
 
 from tasks.errors import StoreError
-from tasks.files import write_json
+from tasks.files import write_atomic
 from tasks.store.layout import Store
 
 FORMAT = "drillcore.shard/1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowRecord:
     """A row inside a shard. The health lists have one value a state: aux layers in order, then the final state."""
 
@@ -22,6 +26,58 @@ class RowRecord:
     """Root mean square over the row's elements."""
     zero_rows: list[int]
     """Tokens whose state is all zero."""
+
+
+class RowRecords(Sequence[RowRecord]):
+    """Rows of a record as columns: 44 bytes a row of four states, a tenth of what as many objects take."""
+
+    numbers: np.ndarray
+    """int64 [rows]."""
+    tokens: np.ndarray
+    """int32 [rows]."""
+    rms: np.ndarray
+    """float64 [rows, states]."""
+    zero_rows: np.ndarray
+    """int32 [rows, states]."""
+
+    def __init__(self, rows: Iterable[RowRecord]):
+        rows = list(rows)
+        shape = len(rows), len(rows[0].rms) if rows else 0
+        self.numbers = np.array([row.row for row in rows], dtype=np.int64)
+        self.tokens = np.array([row.tokens for row in rows], dtype=np.int32)
+        self.rms = np.array([row.rms for row in rows], dtype=np.float64).reshape(shape)
+        zero_rows = np.array([row.zero_rows for row in rows], dtype=np.int32).reshape(shape)
+        self.zero_rows = zero_rows if zero_rows.any() else np.broadcast_to(np.int32(0), zero_rows.shape)  # no memory
+
+    @staticmethod
+    def of(rows: Sequence[RowRecord]) -> "RowRecords":
+        """The same rows as columns."""
+        return rows if isinstance(rows, RowRecords) else RowRecords(rows)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> RowRecord: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RowRecord]: ...
+    def __getitem__(self, at: int | slice) -> RowRecord | list[RowRecord]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        return RowRecord(
+            int(self.numbers[at]), int(self.tokens[at]), self.rms[at].tolist(), self.zero_rows[at].tolist()
+        )
+
+    def __iter__(self) -> Iterator[RowRecord]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowRecords):
+            mine, others = vars(self), vars(other)
+            return all(np.array_equal(mine[name], others[name]) for name in mine)
+        return list(self) == other
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
 
 
 @dataclass(frozen=True)
@@ -56,7 +112,8 @@ class Record:
     checksum: str
     """XXH3-128 of the shard, hexadecimal."""
     codec: str
-    rows: list[RowRecord]
+    rows: Sequence[RowRecord]
+    """RowRecords where the record was read."""
     failed: list[FailedRow]
     written: dict[str, Any]
     """Who wrote it, when, and how long the batch took."""
@@ -65,7 +122,7 @@ class Record:
 
     @property
     def tokens(self) -> int:
-        return sum(row.tokens for row in self.rows)
+        return int(RowRecords.of(self.rows).tokens.sum(dtype=np.int64))
 
 
 def record_path(store: Store, batch: int, part: int) -> Path:
@@ -79,7 +136,8 @@ def record_paths(store: Store) -> list[Path]:
 
 def write_record(store: Store, record: Record, workspace: Path | None = None) -> None:
     """Commit a shard that lies under its final name already; workspace: the writer's, see WriterLock."""
-    write_json(record_path(store, record.batch, record.part), {"format": FORMAT, **asdict(record)}, workspace)
+    value = {"format": FORMAT, **vars(record), "rows": list(record.rows)}
+    write_atomic(record_path(store, record.batch, record.part), orjson.dumps(value) + b"\n", workspace)
 
 
 def read_record(path: Path) -> Record:
@@ -104,7 +162,7 @@ def read_whole_record(path: Path) -> Record | None:
     try:
         if value.pop("format") != FORMAT:
             raise ValueError(f"not of the format {FORMAT}")
-        value["rows"] = [RowRecord(**row) for row in value["rows"]]
+        value["rows"] = RowRecords(RowRecord(**row) for row in value["rows"])
         value["failed"] = [FailedRow(**row) for row in value["failed"]]
         value["withdrawn"] = [WithdrawnRow(**row) for row in value.get("withdrawn", [])]
         record = Record(**value)

@@ -50,7 +50,7 @@ class ShardWriter:
         self.dtype = DTYPES[dtype]
         self.itemsize = ITEMSIZE[dtype]
         self.room = (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8
-        self.header: dict[str, object] = {"__metadata__": metadata}
+        self.header = [f'"__metadata__":{json.dumps(metadata)}']  # entries as text: objects take five times as much
         self.end = 0  # of the data written so far, counted from the end of the header
         self.begun = 0  # up to here the writing to the disk has begun
         self.small: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -67,40 +67,55 @@ class ShardWriter:
     def add(self, row: int, aux: np.ndarray, last: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> None:
         """aux and last: the raw bytes of the states, uint8 [tokens, bytes a token]; ids int32, mask uint8 [tokens]."""
         for name, state in ((AUX, aux), (LAST, last)):
-            self._append(tensor_name(row, name), self.dtype, [len(state), state.shape[1] // self.itemsize], state)
+            first = self.end
+            self._enter(tensor_name(row, name), self.dtype, [len(state), state.shape[1] // self.itemsize], state.nbytes)
+            self._write(state, first)
         self.small.append((row, ids, mask))
 
     def finish(self) -> WrittenShard:
         """Write ids, masks and header, make the file durable, give it its name."""
-        for row, ids, _ in self.small:
-            self._append(tensor_name(row, IDS), "I32", [len(ids)], ids.astype("<i4", copy=False))
-        for row, _, mask in self.small:
-            self._append(tensor_name(row, MASK), "U8", [len(mask)], mask)
-        text = json.dumps(self.header, separators=(",", ":")).encode()
+        self._append_small(IDS, "I32", [ids.astype("<i4", copy=False) for _, ids, _ in self.small])
+        self._append_small(MASK, "U8", [mask for _, _, mask in self.small])
+        text = f"{{{','.join(self.header)}}}".encode()
         if len(text) > self.room:
             raise AssertionError(f"the header needs {len(text)} bytes, {self.room} were kept")
         head = self.room.to_bytes(8, "little") + text.ljust(self.room)
         _write_at(self.file.fileno(), memoryview(head), 0)
-        with ThreadPoolExecutor(1) as beside:  # one waits for the disk, the other reads memory
-            durable = beside.submit(os.fsync, self.file.fileno())
-            written = WrittenShard(8 + self.room + self.end, checksum_of(self.temporary))
-            durable.result()
+        if self.end <= WRITE_BACK:  # too little to be worth a thread
+            os.fsync(self.file.fileno())
+            checksum = checksum_of(self.temporary)
+        else:
+            with ThreadPoolExecutor(1) as beside:  # one waits for the disk, the other reads memory
+                durable = beside.submit(os.fsync, self.file.fileno())
+                checksum = checksum_of(self.temporary)
+                durable.result()
+        written = WrittenShard(8 + self.room + self.end, checksum)
         self.file.close()
         os.replace(self.temporary, self.path)
         sync_directory(self.path.parent)
         return written
 
-    def _append(self, name: str, dtype: str, shape: list[int], data: np.ndarray) -> None:
-        start = self.end
+    def _append_small(self, tensor: str, dtype: str, rows: list[np.ndarray]) -> None:
+        """One tensor of every row, in a single write."""
+        first = self.end
+        for (row, _, _), data in zip(self.small, rows):
+            self._enter(tensor_name(row, tensor), dtype, [len(data)], data.nbytes)
+        if rows:
+            self._write(np.concatenate(rows), first)
+
+    def _enter(self, name: str, dtype: str, shape: list[int], size: int) -> None:
+        """Take `size` bytes at the end for a tensor."""
+        start, self.end = self.end, self.end + size
+        self.header.append(f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{self.end}]}}')
+
+    def _write(self, data: np.ndarray, start: int) -> None:
         _write_at(self.file.fileno(), data.data.cast("B"), 8 + self.room + start)
-        self.end = start + data.nbytes
         if self.end - self.begun >= WRITE_BACK:
             # Of pages that nobody has written to the disk yet, this begins the writing, and does not wait for it.
             os.posix_fadvise(
                 self.file.fileno(), 8 + self.room + self.begun, self.end - self.begun, os.POSIX_FADV_DONTNEED
             )
             self.begun = self.end
-        self.header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self.end]}
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:

@@ -67,26 +67,29 @@ def find_outliers(
     judged = (tokens >= FEWEST_TOKENS) & (median > 0).all(axis=1) & np.isfinite(median).all(axis=1)
     if judged.sum() < FEWEST_ROWS:
         return [], 0
-    rows, tokens, logs = rows[judged], tokens[judged], np.log(median[judged])
-    middle = np.median(logs, axis=0)
-    # 1.4826: what makes it the standard deviation where the distribution is normal.
-    spread = np.maximum(1.4826 * np.median(np.abs(logs - middle), axis=0), 1e-3)
-    deviations, ratios = (logs - middle) / spread, np.exp(np.abs(logs - middle))
-    listed = (np.abs(deviations) > LISTED_DEVIATIONS) & (ratios > LISTED_RATIO)
-    far = (np.abs(deviations) > FAR_DEVIATIONS) & (ratios > FAR_RATIO)
-    outliers = [
-        Outlier(
-            row=int(rows[at]),
-            state=names[state],
-            tokens=int(tokens[at]),
-            median=float(np.exp(logs[at, state])),
-            usual=float(np.exp(middle[state])),
-            deviations=float(deviations[at, state]),
-            far=bool(far[at, state]),
-        )
-        for at, state in zip(*np.nonzero(listed))
-    ]
-    return sorted(outliers, key=lambda outlier: -abs(outlier.deviations)), len(rows)
+    rows, tokens, outliers = rows[judged], tokens[judged], []
+    for state, name in enumerate(names):  # one after the other: of a million rows each takes several arrays
+        logs = np.log(median[judged, state].astype(np.float64))
+        middle = np.median(logs)
+        away = logs - middle
+        # 1.4826: what makes it the standard deviation where the distribution is normal.
+        spread = max(1.4826 * np.median(np.abs(away)), 1e-3)
+        deviations, ratios = away / spread, np.exp(np.abs(away))
+        listed = (np.abs(deviations) > LISTED_DEVIATIONS) & (ratios > LISTED_RATIO)
+        far = (np.abs(deviations) > FAR_DEVIATIONS) & (ratios > FAR_RATIO)
+        outliers += [
+            Outlier(
+                row=int(rows[at]),
+                state=name,
+                tokens=int(tokens[at]),
+                median=float(np.exp(logs[at])),
+                usual=float(np.exp(middle)),
+                deviations=float(deviations[at]),
+                far=bool(far[at]),
+            )
+            for at in np.flatnonzero(listed)
+        ]
+    return sorted(outliers, key=lambda outlier: (-abs(outlier.deviations), outlier.row)), len(rows)
 
 
 def describe(names: list[str], median: np.ndarray, largest: np.ndarray) -> list[Distribution]:

@@ -4,9 +4,8 @@ import numpy as np
 
 from tasks.probe import DIFFERENT, relative_errors
 from tasks.store.layout import Store
-from tasks.store.record import Record
 from tasks.verification.findings import Problem
-from tasks.verification.stored import StoredStates
+from tasks.verification.stored import StoredRows, StoredStates
 
 
 def find_duplicates(rows: np.ndarray, last: np.ndarray, ids: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
@@ -19,8 +18,8 @@ def find_duplicates(rows: np.ndarray, last: np.ndarray, ids: np.ndarray) -> tupl
     return [rows[group].tolist() for group in shared], [rows[group].tolist() for group in _groups(ids)]
 
 
-def shared_states(groups: list[list[int]], records: dict[int, tuple[str, Record]]) -> list[Problem]:
-    """A problem for each row that has another row's final state. records: by row, with the record's file name."""
+def shared_states(groups: list[list[int]], records: StoredRows) -> list[Problem]:
+    """A problem for each row that has another row's final state."""
     problems = []
     for group in groups:
         for row in group:
@@ -31,7 +30,7 @@ def shared_states(groups: list[list[int]], records: dict[int, tuple[str, Record]
     return problems
 
 
-def differing_twins(store: Store, groups: list[list[int]], records: dict[int, tuple[str, Record]]) -> list[Problem]:
+def differing_twins(store: Store, groups: list[list[int]], records: StoredRows) -> list[Problem]:
     """Rows with the same ids must have the same states but for rounding: their last tokens are compared."""
     problems = []
     stored = StoredStates(store)

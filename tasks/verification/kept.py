@@ -7,19 +7,19 @@ passes: the one after that reads everything again, since time damages files with
 import json
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import orjson
 
 from tasks.files import sha256_of_json
 from tasks.store.layout import Store
 from tasks.store.record import Record, record_path
 from tasks.verification.findings import Problem
-from tasks.verification.shards import Checked, Figures
+from tasks.verification.shards import FIGURES, Checked, Figures
 
-VERSION = 1  # of the checks: lines of other ones do not count
+VERSION = 2  # of the checks: lines of other ones do not count
 KEPT = 3 * 86400.0  # seconds
 FILE = "verified.jsonl"  # in the store's logs
 
@@ -70,16 +70,16 @@ class KeptChecks:
             return None
         self.file.seek(at)
         value = json.loads(self.file.readline())
-        figures = Figures(**{name: _array(name, column) for name, column in value["figures"].items()})
+        figures = Figures(**{name: np.array(value["figures"][name], dtype) for name, dtype in FIGURES.items()})
         return Checked(value["record"], value["bytes"], [Problem(**line) for line in value["problems"]], figures)
 
     def add(self, record: Record, checked: Checked) -> None:
         """Keep what was found; what has a problem is read again next time."""
         if checked.problems:
             return
-        figures = {name: column.tolist() for name, column in vars(checked.figures).items()}
-        line = asdict(checked) | {"figures": figures, "context": self.context, "at": time.time()}
-        self.file.write(json.dumps(line | {"identity": self._identity(record)}).encode() + b"\n")
+        line = vars(checked) | {"figures": vars(checked.figures), "context": self.context, "at": time.time()}
+        text = orjson.dumps(line | {"identity": self._identity(record)}, option=orjson.OPT_SERIALIZE_NUMPY)
+        self.file.write(text + b"\n")
         self.file.flush()
 
     def _identity(self, record: Record) -> str:
@@ -100,8 +100,3 @@ def _facts(path: Path) -> list[Any]:
     except OSError:
         return []
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
-
-
-def _array(name: str, column: list[Any]) -> np.ndarray:
-    kind = {"row": np.int64, "last": np.uint64, "ids": np.uint64}.get(name, np.float64)
-    return np.array(column, dtype=kind)

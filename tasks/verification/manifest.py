@@ -16,7 +16,7 @@ def write_manifest(
         "format": "drillcore.manifest/1",
         "fingerprint": extraction["fingerprint"],
         "parts": extraction["parts"],
-        "rows": len(books.states),
+        "rows": len(books),
         "rows_by_state": books.counts(),
         "tokens": sum(record.tokens for record in records),
         "bytes": sum(record.bytes for record in records),

@@ -27,7 +27,7 @@ from tasks.store.layout import Store
 from tasks.store.record import Record
 from tasks.verification.alignment import APPLIES, FEWEST, Strength, choose_places, strength
 from tasks.verification.findings import Problem
-from tasks.verification.stored import StoredStates
+from tasks.verification.stored import StoredRows, StoredStates
 
 SEED = 2
 BELONGS = 0.6  # of the run's median effect
@@ -96,10 +96,10 @@ def prove(
     plan: Plan,
     dataset: Path,
     extraction: dict[str, Any],
-    records: dict[int, tuple[str, Record]],
+    records: StoredRows,
     config: VerifyConfig,
 ) -> Proofs:
-    """Both proofs on config.argmax_rows rows, or config.argmax_share of them. records: by row, with the file's name."""
+    """Both proofs on config.argmax_rows rows of `records`, or config.argmax_share of them."""
     proofs = Proofs()
     try:
         weights = _Weights(extraction)
@@ -107,7 +107,8 @@ def prove(
         proofs.input.reason = proofs.argmax.reason = f"not applicable: {error}"
         return proofs
     count = min(len(records), max(config.argmax_rows, round(config.argmax_share * len(records))))
-    chosen = sorted(random.Random(SEED).sample(sorted(records), count))
+    numbers = records.numbers()
+    chosen = sorted(numbers[random.Random(SEED).sample(range(len(numbers)), count)].tolist())
     vocab = extraction["parts"]["vocab_size"]
     stored = StoredStates(store)
     sampled = []
@@ -179,7 +180,7 @@ def _judged(proof: Proof, found: Strength) -> bool:
 
 
 def _candidates(
-    plan: Plan, dataset: Path, one: _Sampled, records: dict[int, tuple[str, Record]], vocab: int
+    plan: Plan, dataset: Path, one: _Sampled, records: StoredRows, vocab: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Ids that a row's states may belong to instead, and what to say then."""
     for move in MOVES:

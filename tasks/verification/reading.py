@@ -90,7 +90,9 @@ def read_shards(
                     running[pool.submit(check, record)] = record
             if not running:
                 break
-            for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+            wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            # In the order in which they began: what was read before an error is kept.
+            for future in [future for future in running if future.done()]:
                 record, checked = running.pop(future), future.result()
                 kept.add(record, checked)
                 yield done(checked)

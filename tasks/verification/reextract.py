@@ -28,9 +28,8 @@ from tasks.model import ITEMSIZE
 from tasks.probe import NEAR_TIE, NOISE_LIMIT, states_of
 from tasks.server.dumps import Captured
 from tasks.store.layout import Store
-from tasks.store.record import Record
 from tasks.verification.findings import Problem
-from tasks.verification.stored import StoredStates
+from tasks.verification.stored import StoredRows, StoredStates
 
 FORMAT = "drillcore.comparison/2"
 COMPARISON = "reextraction.json"  # in the store's logs
@@ -87,17 +86,17 @@ def read_comparison(store: Store, digest: str) -> Comparison | None:
         raise StoreError(f"{store.logs / COMPARISON} is damaged: {error}. Delete it.") from error
 
 
-def choose_rows(stored: list[int], config: VerifyConfig, also: list[int]) -> list[int]:
-    """A random share of the stored rows, and those that other checks doubt."""
+def choose_rows(stored: np.ndarray, config: VerifyConfig, also: list[int]) -> list[int]:
+    """A random share of the stored rows (ascending numbers), and those that other checks doubt."""
     count = min(len(stored), max(config.reextract_rows, round(config.reextract_share * len(stored))))
-    return sorted({*random.Random(SAMPLE_SEED).sample(sorted(stored), count), *also})
+    return sorted({*stored[random.Random(SAMPLE_SEED).sample(range(len(stored)), count)].tolist(), *also})
 
 
 def compare(
     store: Store,
     plan: Plan,
     dataset: Path,
-    records: dict[int, tuple[str, Record]],
+    records: StoredRows,
     digest: str,
     rows: list[int],
     engine: PrefillEngine,
@@ -215,7 +214,7 @@ def _extract(engine: PrefillEngine, rows: list[Row]) -> list[torch.Tensor]:
 def _top_tokens(
     engine: PrefillEngine,
     stored: StoredStates,
-    records: dict[int, tuple[str, Record]],
+    records: StoredRows,
     rows: Iterator[Row],
     checkpoint: Path,
 ) -> tuple[float, int, list[Problem]]:

@@ -4,8 +4,8 @@ A piece of a few megabytes is read from the file into one buffer, hashed and mea
 not grow with shards or rows, and the pieces come in the order of the file, as a remote store would send them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,11 +15,11 @@ import xxhash
 from tasks.dataset.plan import Plan
 from tasks.dataset.rows import Row, read_planned
 from tasks.store.layout import Store
-from tasks.store.record import Record, RowRecord, record_path
+from tasks.store.record import Record, RowRecord, RowRecords, record_path
 from tasks.store.shard import AUX, DTYPES, IDS, LAST, MASK, tensor_name
+from tasks.tensors import LayoutError, Tensor, read_header, tensors_in_order
 from tasks.verification import values
 from tasks.verification.findings import Check, Problem
-from tasks.verification.layout import LayoutError, Tensor, check_names, read_header, tensors_in_order
 from tasks.verification.values import FORMATS, Format, Measured
 
 PIECE = 4 << 20  # bytes read at a time: hashed and measured while they are in the cache
@@ -31,16 +31,20 @@ class Figures:
     """What a shard's rows measure; arrays of [rows] or [rows, states], aux layers in order, then the final state."""
 
     row: np.ndarray
-    rms: np.ndarray
-    """float64: root mean square over the row's elements."""
+    """int64."""
     median: np.ndarray
-    """float64: the median token's root mean square, without the first token, where models sink attention."""
+    """float32: the median token's root mean square, without the first token, where models sink attention."""
     largest: np.ndarray
-    """float64: largest magnitude in the row's largest tokens."""
+    """float32: largest magnitude in the row's largest tokens."""
     last: np.ndarray
     """uint64: XXH3-64 of the last token's final state."""
     ids: np.ndarray
     """uint64: XXH3-64 of the token ids."""
+
+
+FIGURES: dict[str, type] = dict(
+    zip(Figures.__annotations__, (np.int64, np.float32, np.float32, np.uint64, np.uint64), strict=True)
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,13 @@ class Checked:
 
 
 def join(figures: list[Figures], states: int) -> Figures:
-    """The figures of several shards as those of one."""
-    empty = np.empty(0)
-    columns = {field.name: [getattr(one, field.name) for one in figures if len(one.row)] for field in fields(Figures)}
-    joined = {name: np.concatenate(column) if column else empty for name, column in columns.items()}
-    for name in ("rms", "median", "largest"):
-        joined[name] = joined[name].reshape(-1, states)
+    """The figures of several shards as those of one; takes them out of the list."""
+    columns = {name: [getattr(one, name) for one in figures if len(one.row)] for name in FIGURES}
+    figures.clear()  # with each column that is joined go its parts
+    joined = {}
+    for name, dtype in FIGURES.items():
+        none: np.ndarray = np.empty((0, states) if name in ("median", "largest") else (0,), dtype)
+        joined[name] = np.concatenate([none, *columns.pop(name)])
     return Figures(**joined)
 
 
@@ -83,9 +88,9 @@ class ShardReader:
         name = record_path(self.store, record.batch, record.part).name
         if record.fingerprint != self.fingerprint:
             problem = Problem("books", f"{name} belongs to another extraction ({record.fingerprint[:12]}...)", name)
-            return Checked(name, 0, [problem], self._figures([], {}, {}))
+            return Checked(name, 0, [problem], self._figures({}, {}, {}))
         if record.file is None:
-            return Checked(name, 0, [], self._figures([], {}, {}))
+            return Checked(name, 0, [], self._figures({}, {}, {}))
         path = self.store.shards / record.file
         try:
             return self._check_file(path, record, name)
@@ -95,7 +100,7 @@ class ShardReader:
             text = f"{record.file} {error}"
         except OSError as error:
             text = f"{record.file} cannot be read: {error.strerror}"
-        return Checked(name, record.bytes, [Problem("bytes", text, name, mend="shard")], self._figures([], {}, {}))
+        return Checked(name, record.bytes, [Problem("bytes", text, name, mend="shard")], self._figures({}, {}, {}))
 
     def _check_file(self, path: Path, record: Record, name: str) -> Checked:
         size = path.stat().st_size
@@ -106,7 +111,7 @@ class ShardReader:
             try:
                 head, header = read_header(file, size)
                 tensors = tensors_in_order(header, size - len(head))
-                check_names(record, header, tensors)
+                _check_names(record, header, tensors)
             except LayoutError as error:
                 file.seek(0)
                 self._read_rest(file, size, digest)
@@ -125,8 +130,9 @@ class ShardReader:
                     self._read_rest(file, tensor.nbytes, digest)
         _compare(digest, record)
         shapes = {tensor.name: tensor for tensor in tensors}
-        problems = self._check_rows(record, name, shapes, measured, small)
-        return Checked(name, size, problems, self._figures(record.rows, measured, small))
+        norms = self._norms(record.rows, measured)
+        problems = self._check_rows(record, name, shapes, measured, norms, small)
+        return Checked(name, size, problems, self._figures(measured, norms, small))
 
     def _states_in(self, tensor: Tensor) -> int:
         """How many states a token has in this tensor; 0 if it is not what the extraction stores."""
@@ -179,10 +185,11 @@ class ShardReader:
         name: str,
         shapes: dict[str, Tensor],
         measured: dict[str, "_Row"],
+        norms: dict[int, np.ndarray],
         small: dict[str, np.ndarray],
     ) -> list[Problem]:
         problems = []
-        numbers = [row.row for row in record.rows]
+        numbers = RowRecords.of(record.rows).numbers
         inputs = read_planned(self.dataset, self.plan, numbers, self.parts["vocab_size"])
         for row, source in zip(record.rows, inputs, strict=True):
             tensors = {kind: shapes[tensor_name(row.row, kind)] for kind in (AUX, LAST, IDS, MASK)}
@@ -190,7 +197,7 @@ class ShardReader:
             if checks[0][1] is None:
                 checks += [
                     ("input", self._check_input(row, source, small)),
-                    ("values", self._check_values(row, measured)),
+                    ("values", self._check_values(row, measured, norms[row.row])),
                 ]
             problems += [
                 Problem(check, f"{record.file} row {row.row}: {text}", name, row.row, "row")
@@ -218,12 +225,17 @@ class ShardReader:
             return "the loss mask is not the input's"
         return None
 
-    def _check_values(self, row: RowRecord, measured: dict[str, "_Row"]) -> str | None:
+    def _check_values(self, row: RowRecord, measured: dict[str, "_Row"], norms: np.ndarray) -> str | None:
+        """norms: [tokens, states]."""
         parts = [measured[tensor_name(row.row, kind)] for kind in (AUX, LAST)]
-        norms = _norms(parts)
         lost = [bits for part in parts for bits in values.lost_bits(part.values, self.form)]
         few = [count for part in parts for count in part.few]
-        for state, (name, rms, measured_rms) in enumerate(zip(self.names, _rms(parts, self.parts), row.rms)):
+        all_rms = np.sqrt(np.square(norms).sum(axis=0) / (len(norms) * self.parts["hidden_size"])).tolist()
+        # What is right is right in all states: seen at once.
+        right = all(abs(rms - other) <= RMS_TOLERANCE * other for rms, other in zip(all_rms, row.rms))
+        if right and not any(lost) and not any(few) and np.isfinite(norms).all() and norms.all():
+            return None
+        for state, (name, rms, measured_rms) in enumerate(zip(self.names, all_rms, row.rms)):
             if len(bad := np.flatnonzero(~np.isfinite(norms[:, state]))):
                 return f"{name} is not finite at token {bad[0]}" + _more(bad)
             if len(bad := np.flatnonzero(norms[:, state] == 0)):
@@ -239,33 +251,36 @@ class ShardReader:
                 return f"{name} has lost precision: its last token has only {few[state]} different magnitudes"
         return None
 
-    def _figures(self, rows: list[RowRecord], measured: dict[str, "_Row"], small: dict[str, np.ndarray]) -> Figures:
+    def _norms(self, rows: Sequence[RowRecord], measured: dict[str, "_Row"]) -> dict[int, np.ndarray]:
+        """float64 [tokens, states] of each row that has all its states, and as many of each."""
+        norms = {}
+        for number in RowRecords.of(rows).numbers.tolist():
+            parts = [measured.get(tensor_name(number, kind)) for kind in (AUX, LAST)]
+            found = [np.concatenate(part.values.norms) for part in parts if part]
+            if sum(one.shape[1] for one in found) == len(self.names) and len(set(map(len, found))) == 1:
+                norms[number] = np.concatenate(found, axis=1).astype(np.float64)
+        return norms
+
+    def _figures(
+        self, measured: dict[str, "_Row"], norms: dict[int, np.ndarray], small: dict[str, np.ndarray]
+    ) -> Figures:
         lines: list[tuple[Any, ...]] = []
-        for row in rows:
-            parts = [measured.get(tensor_name(row.row, kind)) for kind in (AUX, LAST)]
-            if None in parts or sum(part.values.used.size for part in parts if part) != len(self.names):
-                continue
-            whole = [part for part in parts if part]
-            if len({sum(map(len, part.values.norms)) for part in whole}) > 1:
-                continue
-            norms = _norms(whole) / np.sqrt(self.parts["hidden_size"])
-            bits = np.concatenate([part.values.largest for part in whole])
+        for number, found in norms.items():
+            aux, last = (measured[tensor_name(number, kind)] for kind in (AUX, LAST))
+            bits = np.concatenate([aux.values.largest, last.values.largest])
             lines.append(
                 (
-                    row.row,
-                    _rms(whole, self.parts),
-                    np.median(norms[1:] if len(norms) > 1 else norms, axis=0),
+                    number,
+                    np.median(found[1:] if len(found) > 1 else found, axis=0) / self.parts["hidden_size"] ** 0.5,
                     values.as_values(bits, self.form),
-                    whole[1].last_token,
-                    xxhash.xxh3_64_intdigest(small[tensor_name(row.row, IDS)].tobytes()),
+                    last.last_token,
+                    xxhash.xxh3_64_intdigest(small[tensor_name(number, IDS)].tobytes()),
                 )
             )
-        columns = list(zip(*lines)) or [()] * 6
-        states = len(self.names)
+        columns = list(zip(*lines)) or [()] * len(FIGURES)
+        shapes = (-1, (-1, len(self.names)), (-1, len(self.names)), -1, -1)
         return Figures(
-            np.array(columns[0], dtype=np.int64),
-            *(np.array(column, dtype=np.float64).reshape(-1, states) for column in columns[1:4]),
-            *(np.array(column, dtype=np.uint64) for column in columns[4:]),
+            *(np.array(column, dtype).reshape(shape) for column, dtype, shape in zip(columns, FIGURES.values(), shapes))
         )
 
 
@@ -283,20 +298,20 @@ class _Damaged(Exception):
     """The shard as a whole does not count."""
 
 
+def _check_names(record: Record, header: dict[str, Any], tensors: list[Tensor]) -> None:
+    """Raises LayoutError if the shard is another extraction's or holds other rows than the record says."""
+    found = (header.get("__metadata__") or {}).get("fingerprint")
+    if found != record.fingerprint:
+        raise LayoutError(f"it belongs to another extraction ({str(found)[:12]}...): a file of an earlier run")
+    rows = RowRecords.of(record.rows).numbers.tolist() + [row.row for row in record.withdrawn]
+    wanted = {tensor_name(row, tensor) for row in rows for tensor in (AUX, LAST, IDS, MASK)}
+    if differing := wanted ^ {tensor.name for tensor in tensors}:
+        raise LayoutError(f"it and its record differ in {len(differing)} tensors, as {min(differing)}")
+
+
 def _compare(digest: Any, record: Record) -> None:
     if (actual := digest.hexdigest()) != record.checksum:
         raise _Damaged(f"is damaged: checksum {actual}, the record says {record.checksum}")
-
-
-def _norms(parts: list[_Row]) -> np.ndarray:
-    """float64 [tokens, states]."""
-    return np.concatenate([np.concatenate(part.values.norms) for part in parts], axis=1).astype(np.float64)
-
-
-def _rms(parts: list[_Row], extraction: dict[str, Any]) -> np.ndarray:
-    """float64 [states]."""
-    norms = _norms(parts)
-    return np.sqrt(np.square(norms).sum(axis=0) / (len(norms) * extraction["hidden_size"]))
 
 
 def _more(bad: np.ndarray) -> str:

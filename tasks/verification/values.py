@@ -4,6 +4,7 @@ Each figure costs one pass over a few megabytes that have just been read; nothin
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ class Format:
     enough: int
     """Mantissa bits that a value of full precision has; fewer in all values come from a narrower format."""
 
-    @property
+    @cached_property
     def magnitude(self) -> int:
         """Mask of all bits but the sign."""
         return int(np.iinfo(self.signed).max)

@@ -39,6 +39,7 @@ from tasks.verification.reading import ReadingProgress, Show, read_shards
 from tasks.verification.reextract import Comparison, choose_rows, compare, read_comparison
 from tasks.verification.repair import withdraw
 from tasks.verification.shards import Figures, ShardReader, join
+from tasks.verification.stored import StoredRows
 
 
 def verify_store(
@@ -48,15 +49,17 @@ def verify_store(
     config: VerifyConfig | None = None,
     engine: PrefillEngine | None = None,
     *,
+    plan: Plan | None = None,
     fresh: bool = False,
     repair: WriterLock | None = None,
     show: Show = lambda progress: None,
 ) -> Verified:
     """Check a store and write its ledger and manifest. The lock must be held.
 
-    engine: to extract a share again; without one an earlier comparison of the same records counts. fresh: read again
-    what an unfinished verification has read. repair: the held lock; what is wrong is put back into the plan. show: told
-    how far the reading is.
+    engine: to extract a share again; without one an earlier comparison of the same records counts. plan: what
+    the store's should be, so that two of them need not stay in memory. fresh: read again what an unfinished
+    verification has read. repair: the held lock; what is wrong is put back into the plan. show: told how far the
+    reading is.
     Raises VerificationError listing what is wrong, ExtractionError if only rows are missing, StoreError if the store's
     own books are damaged, DatasetError if the dataset is gone. The manifest is there only if it passed; the outcome is
     kept in any case.
@@ -68,7 +71,7 @@ def verify_store(
         raise StoreError(f"{store.root} holds no extraction: there is no {store.extraction.name}.")
     if not dataset.exists():
         raise DatasetError(f"The dataset {dataset} does not exist; its ids and masks are needed to verify.")
-    verification = _Verification(store, dataset, extraction, load_plan(store.plan), config or VerifyConfig())
+    verification = _Verification(store, dataset, extraction, _plan_of(store, plan), config or VerifyConfig())
     outcome = verification.outcome
     try:
         verification.read(fresh, show)
@@ -102,6 +105,12 @@ _REPAIR = (
 )
 
 
+def _plan_of(store: Store, known: Plan | None) -> Plan:
+    """The store's plan, read from its file; `known`, if that is the same."""
+    read = load_plan(store.plan)
+    return known if known is not None and known.same(read) else read
+
+
 def comparison_due(store: Store, config: VerifyConfig) -> bool:
     """Whether a share of this store must still be extracted a second time and pass."""
     if not config.reextract_rows and not config.reextract_share:
@@ -128,7 +137,7 @@ class _Verification:
             Problem("books", found.text, found.record, found.row, _mend(found)) for found in self.books.contradictions
         ]
         self.digest = records_digest(self.store, self.records)
-        self.by_row = {row.row: (self._name(record), record) for record in self.records for row in record.rows}
+        self.stored = StoredRows(self.store, self.records, len(self.plan))
         self.names = [*(f"layer {layer}" for layer in self.extraction["parts"]["layers"]), "final"]
         self.comparison: Comparison | None = None
         outcome = self.outcome
@@ -170,8 +179,8 @@ class _Verification:
     def _look_at(self, figures: Figures) -> None:
         """The figures of all rows that have no problem yet, against each other."""
         bad = [problem.row for problem in self.problems if problem.row is not None]
-        good = ~np.isin(figures.row, bad)
-        rows = figures.row[good].astype(np.int64)
+        good: Any = ~np.isin(figures.row, bad) if bad else slice(None)  # a slice copies nothing
+        rows = figures.row[good]
         tokens, median = self.plan.tokens[rows], figures.median[good]
         outcome = self.outcome
         outcome.distributions = [asdict(one) for one in describe(self.names, median, figures.largest[good])]
@@ -182,17 +191,17 @@ class _Verification:
         several = tokens > 1  # the state of a first token depends on little but its place
         shared, twins = find_duplicates(rows[several], figures.last[good][several], figures.ids[good][several])
         outcome.duplicates = {"same_ids": sum(map(len, twins)), "shared_states": sum(map(len, shared))}
-        self.problems += shared_states(shared, self.by_row)
-        self.problems += differing_twins(self.store, twins, self.by_row)
+        self.problems += shared_states(shared, self.stored)
+        self.problems += differing_twins(self.store, twins, self.stored)
 
     def _suspect(self, row: int, text: str) -> None:
-        name, record = self.by_row[row]
+        name, record = self.stored[row]
         self.problems.append(Problem("distribution", f"{record.file} row {row}: {text}", name, row, "row"))
 
     def _prove(self) -> None:
-        bad = {problem.row for problem in self.problems}
-        lost = {problem.record for problem in self.problems if problem.row is None}
-        sound = {row: found for row, found in self.by_row.items() if row not in bad and found[0] not in lost}
+        bad = {problem.row for problem in self.problems if problem.row is not None}
+        lost = {problem.record for problem in self.problems if problem.row is None and problem.record is not None}
+        sound = self.stored.without(bad, lost)
         proofs = prove(self.store, self.plan, self.dataset, self.extraction, sound, self.config)
         self.problems += proofs.problems
         self.outcome.proofs = {"input": asdict(proofs.input), "argmax": asdict(proofs.argmax)}
@@ -201,12 +210,12 @@ class _Verification:
     def extract_again(self, engine: PrefillEngine) -> None:
         """A random share, and what is doubtful."""
         doubtful = [*map(int, self.outcome.doubtful), *(outlier.row for outlier in self.outcome.outliers)]
-        rows = choose_rows(list(self.by_row), self.config, doubtful)
+        rows = choose_rows(self.stored.numbers(), self.config, doubtful)
         if not rows:
             return
         checkpoint = self.extraction["config"].get("model", {}).get("path")
         compare(
-            *(self.store, self.plan, self.dataset, self.by_row, self.digest, rows, engine),
+            *(self.store, self.plan, self.dataset, self.stored, self.digest, rows, engine),
             self.extraction["parts"]["vocab_size"],
             Path(checkpoint) if checkpoint else None,
         )
@@ -266,13 +275,13 @@ def _check_complete(store: Store, plan: Plan, books: Books, max_failed_share: fl
     done = counts[DONE] + counts[TRUNCATED]
     if done and not missing and len(failed) <= max_failed_share * len(plan):
         return
-    advice = ["Run the same command again: it tries just these."] if books.due() else []
+    advice = ["Run the same command again: it tries just these."] if len(books.due()) else []
     if books.final:
         advice.append(
             f"{len(books.final)} rows would fail in the same way, so only `python -m flows retry-failed CONFIG.yaml` "
             "tries them again; extraction.max_failed_share lets a run pass without them."
         )
-    lines = [f"row {row}: {books.reasons[row]}" for row in [*failed, *missing]]
+    lines = [f"row {row}: {books.reason(row)}" for row in [*failed, *missing]]
     raise ExtractionError(
         f"{store.root} is not complete: {done} rows are done, {len(failed)} of {len(plan)} rows failed "
         f"(extraction.max_failed_share allows {max_failed_share:.2%}), {len(missing)} were not extracted yet.\n"

@@ -5,18 +5,24 @@ SQLite, the HTTP between flow and server, preflight, probe, second extraction, v
 server (`pretend_server.py`: hidden 8, answers at memory speed). Each size is run with few batches and with many, which
 shows the cost of a batch; a run of a few rows shows what is there once, whatever the rows.
 
-    python -m tests.benchmarks.orchestration --rows 10000 --rows 100000 --out orchestration.json
+A row counts by the extraction step's time, from the first request to the last commit record, the stand-in's part
+included, since it has a core of its own; verification, which reads every value back, is stated beside it. `--stored`
+shows the memory of more rows than one can wait for: their store is written at once, and the flow resumes on it,
+verifies, reports and records it.
+
+    python -m tests.benchmarks.orchestration --rows 10000 --rows 100000 --stored 1000000 --out orchestration.json
 """
 
 import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +31,20 @@ import psutil
 import yaml
 
 from flows.services import prefect_api
+from tasks.config import load_config
+from tasks.dataset.rows import read_planned
+from tasks.preflight import open_output, run_preflight
 from tasks.store.layout import Store
-from tasks.store.record import read_records
+from tasks.store.lock import WriterLock
+from tasks.store.record import Record, RowRecord, read_records, write_record
 from tasks.store.runs import read_runs
-from tests.benchmarks.pretend_server import LAYERS, VOCABULARY, write_checkpoint
+from tasks.store.shard import ShardWriter
+from tests.benchmarks.pretend_server import HIDDEN, LAYERS, VOCABULARY, PretendModel, serving, write_checkpoint
 
 MEAN_TOKENS, LONGEST = 64, 512
 FEW_ROWS = 64
 FEW_BATCHES, MANY_BATCHES = 8, 500
+CONFIG = "config.yaml"
 
 
 def write_dataset(path: Path, rows: int) -> int:
@@ -46,55 +58,13 @@ def write_dataset(path: Path, rows: int) -> int:
     return int(lengths.sum())
 
 
-@contextlib.contextmanager
-def pretend_server(checkpoint: Path, staging: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The stand-in's URL and process."""
-    command = [sys.executable, "-m", "tests.benchmarks.pretend_server", str(checkpoint), str(staging)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}", psutil.Process(process.pid)
-        finally:
-            process.stdin.close()
-
-
 def measure(rows: int, batches: int, folder: Path) -> dict[str, Any]:
     """One extraction of so many rows, in about so many batches."""
-    dataset, checkpoint, output = folder / "dataset.jsonl", folder / "model", folder / "store"
-    tokens = write_dataset(dataset, rows)
-    write_checkpoint(checkpoint)
-    staging = Path(tempfile.mkdtemp(dir="/dev/shm"), "staging")
-    with pretend_server(checkpoint, staging) as (url, server):
-        token_bytes = (len(LAYERS) + 1) * 8 * 4 + 5
-        config = {
-            "name": "orchestration",
-            "dataset": {"path": str(dataset), "max_seq_len": LONGEST},
-            "model": {"path": str(checkpoint)},
-            "capture": {"layers": LAYERS},
-            "server": {"mode": "attached", "url": url, "dtype": "float32"},
-            "staging": {"path": str(staging)},
-            "output": {"path": str(output), "shard_bytes": -(-tokens * token_bytes // batches)},
-        }
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        log = folder / "log"
+    with pretended(folder, rows, batches) as (tokens, server):
         began, clock = time.monotonic(), time.time()
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "flows", "extract", str(folder / "config.yaml")],
-                stdout=file,
-                stderr=file,
-                env=os.environ | {"DRILLCORE_HOME": str(folder / "home")},
-            )
-            _, status, used = os.wait4(process.pid, 0)
-        seconds = time.monotonic() - began
-        if status:
-            raise RuntimeError(log.read_text()[-3000:])
-        served = server.cpu_times()
-    for path in (*staging.iterdir(), staging):
-        path.rmdir() if path.is_dir() else path.unlink()
-    staging.parent.rmdir()
-    store = Store(output)
+        used, peak = run_flow(folder)
+        seconds, served = time.monotonic() - began, server.cpu_times()
+    store = Store(folder / "store")
     (run,), records = read_runs(store), read_records(store)
     assert sum(len(record.rows) for record in records) == rows
     probed, verified = (path.stat().st_mtime for path in (store.logs / "probe.json", store.manifest))
@@ -108,10 +78,85 @@ def measure(rows: int, batches: int, folder: Path) -> dict[str, Any]:
             "extraction": run["seconds"],
             "verification": verified - probed - run["seconds"],
         },
-        "processor seconds": used.ru_utime + used.ru_stime,
+        "processor seconds": used,
         "processor seconds of the stand-in": served.user + served.system,
-        "peak MB": used.ru_maxrss * 1024 / 1e6,
+        "peak MB": peak,
     }
+
+
+def measure_stored(rows: int, batches: int, folder: Path) -> dict[str, Any]:
+    """A flow that resumes on a store that has all its rows."""
+    with pretended(folder, rows, batches, verify={"reextract_rows": 0, "reextract_share": 0}) as (tokens, _):
+        # In a process of its own: its memory is not what is measured.
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.orchestration", "--fill", str(folder)], check=True)
+        began = time.monotonic()
+        used, peak = run_flow(folder)
+    seconds = time.monotonic() - began
+    return {"stored rows": rows, "tokens": tokens, "seconds": seconds, "processor seconds": used, "peak MB": peak}
+
+
+@contextlib.contextmanager
+def pretended(folder: Path, rows: int, batches: int, **sections: Any) -> Iterator[tuple[int, psutil.Process]]:
+    """Dataset, checkpoint, server and config for so many rows; yields tokens and the stand-in's process."""
+    dataset, checkpoint = folder / "dataset.jsonl", folder / "model"
+    tokens = write_dataset(dataset, rows)
+    write_checkpoint(checkpoint)
+    token_bytes = (len(LAYERS) + 1) * HIDDEN * 4 + 5
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        staging = Path(memory, "staging")
+        with serving("tests.benchmarks.pretend_server", str(checkpoint), str(staging)) as (url, server):
+            config = {
+                "name": "orchestration",
+                "dataset": {"path": str(dataset), "max_seq_len": LONGEST},
+                "model": {"path": str(checkpoint)},
+                "capture": {"layers": LAYERS},
+                "server": {"mode": "attached", "url": url, "dtype": "float32"},
+                "staging": {"path": str(staging)},
+                "output": {"path": str(folder / "store"), "shard_bytes": -(-tokens * token_bytes // batches)},
+                **sections,
+            }
+            (folder / CONFIG).write_text(yaml.safe_dump(config))
+            yield tokens, server
+
+
+def run_flow(folder: Path) -> tuple[float, float]:
+    """`python -m flows extract`; returns its processor seconds and its largest memory in MB."""
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows", "extract", str(folder / CONFIG)],
+            stdout=file,
+            stderr=file,
+            env=os.environ | {"DRILLCORE_HOME": str(folder / "home")},
+        )
+        peak = 0
+        # Its own high-water mark, as long as it lives: the one that is left afterwards begins with its parent's.
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak = int(found[1]) if found else peak
+            time.sleep(0.1)
+    _, status, used = ended
+    if status:
+        raise RuntimeError(log.read_text()[-3000:])
+    return used.ru_utime + used.ru_stime, peak * 1024 / 1e6
+
+
+def fill(folder: Path) -> None:
+    """Write the store of the config in `folder`, with the stand-in's states, as an extraction would."""
+    preflight = run_preflight(load_config(folder / CONFIG))
+    model, plan, store = PretendModel(preflight.config.staging.path), preflight.plan, preflight.store
+    with WriterLock(store.lock):
+        open_output(preflight)
+        for batch, numbers in preflight.missing.items():
+            path, rows = store.shard(batch, 0), []
+            with ShardWriter(path, len(numbers), "float32", {"fingerprint": preflight.fingerprint}) as writer:
+                for row in read_planned(preflight.config.dataset.path, plan, numbers, VOCABULARY):
+                    aux, last, rms = model.states_of(row.input_ids)
+                    writer.add(row.number, aux.view(np.uint8), last.view(np.uint8), row.input_ids, row.loss_mask)
+                    rows.append(RowRecord(row.number, len(row.input_ids), rms, [0] * len(rms)))
+                written = writer.finish()
+            facts = (preflight.fingerprint, batch, 0, path.name, written.bytes, written.checksum, "raw")
+            write_record(store, Record(*facts, rows=rows, failed=[], written={}))
 
 
 def compare(few: dict[str, Any], many: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
@@ -137,14 +182,19 @@ def compare(few: dict[str, Any], many: dict[str, Any], base: dict[str, Any]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, action="append", help="may be given several times (default: 10000)")
+    parser.add_argument("--rows", type=int, action="append", help="may be given several times")
+    parser.add_argument("--stored", type=int, action="append", help="the same, stored beforehand")
     parser.add_argument("--out", type=Path, help="raw JSON")
+    parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.fill:
+        fill(options.fill)
+        return
     results: dict[str, Any] = {"cores": os.cpu_count(), "load before": os.getloadavg()[0], "runs": []}
 
-    def one(rows: int, batches: int) -> dict[str, Any]:
+    def one(rows: int, batches: int, run: Callable[[int, int, Path], dict[str, Any]] = measure) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            result = measure(rows, batches, Path(folder))
+            result = run(rows, batches, Path(folder))
         results["runs"].append(result)
         print(json.dumps(result), flush=True)
         return result
@@ -152,8 +202,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         os.environ["DRILLCORE_HOME"] = home
         with prefect_api():
-            base = one(FEW_ROWS, FEW_BATCHES)
-            for rows in options.rows or [10_000]:
+            for rows in options.stored or []:
+                one(rows, MANY_BATCHES, measure_stored)
+            base = one(FEW_ROWS, FEW_BATCHES) if options.rows else {}
+            for rows in options.rows or []:
                 results[f"{rows} rows"] = compare(one(rows, FEW_BATCHES), one(rows, MANY_BATCHES), base)
                 print(json.dumps(results[f"{rows} rows"], indent=1), flush=True)
     if options.out:

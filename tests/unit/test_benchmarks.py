@@ -4,14 +4,18 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.benchmarks import gpu_methods
+from tasks.server.dumps import open_dump
+from tests.benchmarks import client_path, gpu_methods
 from tests.benchmarks.gpu_report import fill, print_table, ratio_of, reference_figures
+from tests.benchmarks.gpu_server import prefill_all
 from tests.benchmarks.gpu_shapes import SHAPES, operations, parts_of, write_checkpoint
-from tests.unit.helpers import ROOT
+from tests.benchmarks.pretend_server import VOCABULARY, PretendModel
+from tests.unit.helpers import ROOT, FakeSGLang, random_states, rms_of
 
 
 def run(method: str, number: int, rate: float, **more: Any) -> dict[str, Any]:
@@ -98,6 +102,45 @@ def test_a_prefill_takes_two_operations_a_weight_and_token_and_attention():
     assert operations(config, [1]) == one
     assert operations(config, [1, 1]) == 2 * one
     assert operations(config, [2]) == 2 * 2 * matrices + 3 * 4 * 8 * 128
+
+
+def test_prompts_of_a_pretended_server_share_what_they_must_and_no_more(tmp_path: Path):
+    model = PretendModel(tmp_path)
+    one, other, begun = np.array([5, 6, 7]), np.array([9, 6, 7]), np.array([5, 6])
+    states, others = model.final_states(one), model.final_states(other)
+    assert np.array_equal(states[:2], model.final_states(begun))
+    assert not (states[1:] == others[1:]).all(axis=1).any()
+    assert ((states @ model.head.T).argmax(axis=1) == model.next[one]).all()
+    longest = np.random.default_rng(1).integers(0, VOCABULARY, 4096)
+    assert ((model.final_states(longest) @ model.head.T).argmax(axis=1) == model.next[longest]).all()
+
+
+def test_dumps_that_lie_ready_are_what_the_extraction_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_path, "TOKENS", 3)
+    monkeypatch.setattr(client_path, "IDS", np.arange(3, dtype=np.int32))
+    for name in (client_path.PREPARED, client_path.STAGING):
+        (tmp_path / name).mkdir()
+    dumps = client_path.PreparedDumps(tmp_path, 2)
+    for request in ("drillcore-ab-0-0-3", "drillcore-ab-1-1-3"):
+        dumps.generate({"rid": request})
+        path = tmp_path / client_path.STAGING / f"{request}.safetensors"
+        dump = open_dump(path, client_path.IDS, client_path.CAPTURED)
+        aux, last = random_states(1, 3, client_path.CAPTURED)
+        assert torch.equal(dump.aux, aux)
+        assert torch.equal(dump.last, last)
+        assert dump.rms == rms_of(aux, last)
+
+
+def test_the_plain_client_waits_for_dumps_and_deletes_them(tmp_path: Path):
+    with FakeSGLang(tmp_path / "staging") as fake:
+        prompts = [[1, 2, 3], [4], [5, 6]]
+        seconds, dumps = prefill_all(fake.url, "ab", prompts, fake.staging)
+        assert seconds > 0
+        names = [f"drillcore-ab-{number}-0-{len(ids)}.safetensors" for number, ids in enumerate(prompts)]
+        assert [dump.name for dump in dumps] == names
+        assert list(fake.staging.iterdir()) == []
+        _, dumps = prefill_all(fake.url, "cd", prompts, fake.staging, keep=True)
+        assert all(dump.exists() for dump in dumps)
 
 
 def test_one_row_at_a_time_ends_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch):

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tasks.dataset import plan as plan_module
 from tasks.dataset.plan import ACTIONS, MOST_BATCHES, NO_BATCH, SKIP, Plan, assign_batches, load_plan, save_plan
 from tasks.dataset.rows import read_planned
 from tasks.errors import StoreError
@@ -174,8 +177,8 @@ def test_the_smallest_and_the_largest_id_are_allowed(tmp_path: Path) -> None:
 def test_the_id_of_a_row_is_kept_as_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [GOOD | {"id": "Größe"}, GOOD | {"id": 17}, GOOD])
     plan = scan(path).plan
-    assert plan.id == ["Größe", "17", None]
-    assert [row.id for row in read_planned(path, plan, [0, 1, 2], VOCAB)] == plan.id
+    assert plan.id.to_pylist() == ["Größe", "17", None]
+    assert [row.id for row in read_planned(path, plan, [0, 1, 2], VOCAB)] == plan.id.to_pylist()
 
 
 def test_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
@@ -196,6 +199,10 @@ def test_lines_are_found_again_by_their_bytes(tmp_path: Path, ending: bytes) -> 
     assert [row.id for row in rows] == ["ü4", "ü0", "ü2"]
 
 
+def batches_of(plan: Plan) -> list[list[int]]:
+    return [rows.tolist() for rows in plan.rows_by_batch()]
+
+
 def lengths(plan: Plan) -> list[list[int]]:
     return [plan.tokens[rows].tolist() for rows in plan.rows_by_batch()]
 
@@ -211,19 +218,27 @@ def test_batches_are_consecutive_and_within_the_shard_size(tmp_path: Path) -> No
     assert lengths(plan_of(tmp_path, [4, 4, 2, 1, 9, 3, 3, 3, 3], 100)) == [[4, 4, 2], [1, 9], [3, 3, 3], [3]]
 
 
+def test_batches_have_no_more_rows_than_memory_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "MOST_ROWS", 3)
+    none = np.zeros(8, dtype=bool)
+    assert assign_batches(np.full(8, 2), none, 10, 1000).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    monkeypatch.setattr(plan_module, "MOST_BATCHES", 2)
+    assert assign_batches(np.full(8, 2), none, 10, 1000).tolist() == [0] * 4 + [1] * 4  # no more than are needed
+
+
 def test_a_row_larger_than_a_shard_is_alone(tmp_path: Path) -> None:
     assert lengths(plan_of(tmp_path, [50, 2, 50, 2, 2, 50], 100)) == [[50], [2], [50], [2, 2], [50]]
 
 
 def test_skipped_rows_are_in_no_batch(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, [0, 4, 0, 4, 0, 0, 4, 4, 0], 100)
-    assert plan.rows_by_batch() == [[1, 3], [6, 7]]
+    assert batches_of(plan) == [[1, 3], [6, 7]]
     assert plan.batches == 2
     assert plan.batch.tolist() == [-1, 0, -1, 0, -1, -1, 1, 1, -1]
 
 
 def test_one_batch_is_one_list(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, [1, 0, 1], 100).rows_by_batch() == [[0, 2]]
+    assert batches_of(plan_of(tmp_path, [1, 0, 1], 100)) == [[0, 2]]
 
 
 def test_totals_are_those_of_what_is_extracted(tmp_path: Path) -> None:
@@ -270,9 +285,19 @@ def test_a_plan_reads_back_as_it_was_saved(tmp_path: Path) -> None:
         before, after = getattr(plan, name), getattr(loaded, name)
         assert before.dtype == after.dtype, name
         assert before.tolist() == after.tolist(), name
-    assert (loaded.reason, loaded.id) == (plan.reason, plan.id)
-    assert loaded.rows_by_batch() == plan.rows_by_batch() == [[0], [2], [3]]
+    assert (loaded.reason, loaded.id.to_pylist()) == (plan.reason, plan.id.to_pylist())
+    assert batches_of(loaded) == batches_of(plan) == [[0], [2], [3]]
     assert loaded.action[1] == ACTIONS.index(SKIP)
+
+
+def test_a_plan_with_an_action_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    save_plan(scan(write_jsonl(tmp_path / "d.jsonl", [GOOD, GOOD])).plan, path)
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("action")
+    pq.write_table(table.set_column(at, "action", pa.array(["extract", "wait"])), path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        load_plan(path)
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"PAR1"), lambda path: path.unlink()])

@@ -1,6 +1,7 @@
 """The engine and the batches on it, with every fault of a server: what is retried, what is not, what is left behind."""
 
 import errno
+import math
 import os
 import subprocess
 import threading
@@ -24,7 +25,7 @@ from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
 from tasks.extraction.lane import Lane
 from tasks.processes import start_of
-from tasks.server.dumps import Dump
+from tasks.server.dumps import Dump, open_dump
 from tasks.server.launch import AttachedServer
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
@@ -94,6 +95,12 @@ def truncated(request: Request) -> tuple[int, Any]:
     return 200, {}
 
 
+def with_a_byte_more(request: Request) -> tuple[int, Any]:
+    path = request.write_dump()
+    path.write_bytes(path.read_bytes() + b"x")
+    return 200, {}
+
+
 def error_record(request: Request) -> tuple[int, Any]:
     (request.staging / f"{request.rid}.error.json").write_text('{"error": "CaptureError: the radix cache is on"}')
     return 200, {}
@@ -135,6 +142,10 @@ def other_dtype(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
     tensors["last_hidden_state"] = tensors["last_hidden_state"].half()
 
 
+def no_number(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    metadata["rms"][1] = math.nan
+
+
 def no_ids(metadata: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     del tensors["input_ids"]
 
@@ -146,6 +157,8 @@ PASSING_FAULTS: list[tuple[str, Answer, str]] = [
     ("hang up", lambda request: None, "ServerDisconnectedError"),
     ("error record", error_record, "the capture failed: CaptureError: the radix cache is on"),
     ("truncated dump", truncated, r"\.safetensors cannot be read"),
+    ("longer dump", with_a_byte_more, r"\.safetensors cannot be read: its tensors have"),
+    ("RMS not finite", spoiled(no_number), r"\.safetensors cannot be read"),
     ("other ids", spoiled(other_ids), "holds other token ids than were sent"),
     ("another run's", spoiled(other_request), "has the wrong request: drillcore-earlier-0-0-5, expected drillcore-"),
     ("not finite", spoiled(not_finite), "is damaged at layer 4: 2 tokens not finite, 0 all zero"),
@@ -460,6 +473,52 @@ def test_a_batch_becomes_a_shard_and_its_record(
     assert result == BatchResult(4, 3, 13, record.bytes, [])
     assert (engine.progress.rows, engine.progress.tokens, engine.progress.failed) == (3, 13, 0)
     assert engine.progress.bytes == 13 * 3 * HIDDEN * 2
+    assert_idle(engine, fake)
+
+
+def test_of_a_long_batch_only_so_many_rows_wait_at_a_time_longest_first(
+    engine: PrefillEngine, fake: FakeSGLang, store: Store, lock: WriterLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.most_waiting = 3
+    submitted: list[tuple[int, int]] = []
+    released = 0
+
+    def counted(row: int, ids: np.ndarray) -> Any:
+        submitted.append((len(ids), len(submitted) - released))
+        return submit(row, ids)
+
+    def counted_release(dump: Dump) -> None:
+        nonlocal released
+        released += 1
+        release(dump)
+
+    submit, release = engine.submit, engine.release
+    monkeypatch.setattr(engine, "submit", counted)
+    monkeypatch.setattr(engine, "release", counted_release)
+    rows = [sample(number, 1 + number % 7) for number in range(40)]
+    assert extract_batch(0, rows, engine, store, "f", lock).rows == 40
+    assert [tokens for tokens, _ in submitted] == sorted((len(row.input_ids) for row in rows), reverse=True)
+    assert max(others for _, others in submitted) == 2
+    assert_stored(store, "000000.safetensors", rows)
+    assert_idle(engine, fake)
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
+def test_a_dump_is_the_same_in_the_loop_and_in_another_thread(
+    engine: PrefillEngine, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    threads: list[str] = []
+
+    def noted(*arguments: Any) -> Dump:
+        threads.append(threading.current_thread().name)
+        return open_dump(*arguments)
+
+    monkeypatch.setattr(lane_module, "OPENED_AT_ONCE", at_once)
+    monkeypatch.setattr(lane_module, "open_dump", noted)
+    dump = engine.submit(0, IDS).result(5)
+    assert torch.equal(dump.last, random_states(seed_of(IDS), len(IDS))[1])
+    assert (threads == ["prefill-engine"]) is (at_once > 0)
+    engine.release(dump)
     assert_idle(engine, fake)
 
 

@@ -71,7 +71,7 @@ def many_rows(count: int) -> list[dict[str, Any]]:
 def outcome(plan: Plan) -> dict[str, Any]:
     """Everything in a plan but where the rows lie."""
     arrays = {name: getattr(plan, name).tolist() for name in ("input_tokens", "tokens", "action", "batch")}
-    return arrays | {"reason": plan.reason, "id": plan.id}
+    return arrays | {"reason": plan.reason, "id": plan.id.to_pylist()}
 
 
 def content(path: Path, plan: Plan, numbers: list[int]) -> list[tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from flows.__main__ import main
 from tasks.errors import DrillcoreError
 from tasks.report import markdown_report, report_path, write_report
 from tasks.report.facts import gather, reasons_of, throughput_of
-from tasks.store.books import Books
+from tasks.store.books import CODES, NOWHERE, Books
 from tasks.store.layout import fingerprint_of
 from tasks.store.record import FailedRow, Record, RowRecord, read_record, write_record
 from tasks.verification import verify_store
@@ -114,9 +114,9 @@ def test_records_that_do_not_say_when_have_no_throughput() -> None:
 
 
 def test_reasons_that_differ_in_numbers_are_one_line() -> None:
-    states = ["failed"] * 12 + ["done", "skipped"]
-    reasons = [f"HTTP 503 after {row} s" for row in range(12)] + ["", "no input_ids"]
-    found = reasons_of(Books(states, reasons, [None] * 14, frozenset(), []))
+    codes = np.array([CODES[state] for state in ["failed"] * 12 + ["done", "skipped"]], dtype=np.uint8)
+    reasons = {row: f"HTTP 503 after {row} s" for row in range(12)} | {13: "no input_ids"}
+    found = reasons_of(Books(codes, reasons, np.full(14, NOWHERE), [], frozenset(), []))
     assert [(one.state, one.count, one.text) for one in found] == [
         ("failed", 12, "HTTP 503 after 0 s"),
         ("skipped", 1, "no input_ids"),

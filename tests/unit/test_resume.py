@@ -132,8 +132,8 @@ def test_the_last_try_says_whether_a_row_may_heal(job: Job) -> None:
     job.run({0: REFUSED, 1: BUSY}, only_failed=True)
     books = job.preflight().books
     assert (books.states[:2], books.final) == (["failed", "failed"], {0})
-    assert "refused" in books.reasons[0]
-    assert "HTTP 503" in books.reasons[1]
+    assert "refused" in books.reason(0)
+    assert "HTTP 503" in books.reason(1)
     job.run()
     assert job.tried == [1]
 
@@ -264,8 +264,7 @@ def test_records_that_contradict_each_other_stop_the_run(job: Job) -> None:
     job.run({0: BUSY})
     job.run()
     first, second = read_records(job.store)[:2]
-    first.rows.append(second.rows[0])
-    write_record(job.store, first)
+    write_record(job.store, replace(first, rows=[*first.rows, second.rows[0]]))
     with pytest.raises(StoreError, match=r"row 0 is in the books twice.*Delete the commit records"):
         job.preflight()
 
@@ -273,8 +272,7 @@ def test_records_that_contradict_each_other_stop_the_run(job: Job) -> None:
 def test_a_row_listed_twice_by_one_record_is_a_contradiction(job: Job) -> None:
     job.run({0: BUSY})
     record = read_records(job.store)[0]
-    record.rows.append(record.rows[0])
-    write_record(job.store, record)
+    write_record(job.store, replace(record, rows=[*record.rows, record.rows[0]]))
     with pytest.raises(StoreError, match=r"record 000000\.0 lists a row more than once"):
         job.preflight()
 

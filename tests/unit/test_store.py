@@ -15,7 +15,7 @@ from tasks.files import checksum_of
 from tasks.server.dumps import Captured
 from tasks.store.inspection import NOTHING, inspect_store, remove_remains
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of, read_extraction
-from tasks.store.record import FailedRow, Record, RowRecord, read_records, record_path, write_record
+from tasks.store.record import FailedRow, Record, RowRecord, RowRecords, read_records, record_path, write_record
 from tasks.store.shard import ShardWriter, row_bytes, tensor_name
 from tests.unit.helpers import CAPTURED, HIDDEN, SmallStore, make_store, new_store, random_states, raw
 
@@ -155,6 +155,29 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
         write_record(store, one)
     assert read_records(store) == records
     assert records[0].tokens == 11
+
+
+def test_rows_that_were_read_are_columns_and_look_like_rows(tmp_path: Path) -> None:
+    store = new_store(Store(tmp_path), PARTS)
+    write_record(store, record())
+    (found,) = read_records(store)
+    rows = found.rows
+    assert isinstance(rows, RowRecords)
+    assert (len(rows), rows[-1], rows[:1], list(rows)) == (2, record().rows[1], record().rows[:1], record().rows)
+    assert (rows.numbers.tolist(), rows.tokens.tolist()) == ([5, 6], [2, 9])
+    assert rows.rms.tolist() == [[0.5, 1.25, 2.0], [0.1, 1 / 3, 7e-5]]
+    assert rows != RowRecords([replace(row, tokens=row.tokens + 1) for row in rows])
+    assert rows != RowRecords([*rows, *rows])
+    assert found.tokens == 11
+    write_record(store, found)
+    assert read_records(store) == [found]
+
+
+def test_a_record_whose_rows_have_different_states_is_damaged(tmp_path: Path) -> None:
+    store = new_store(Store(tmp_path), PARTS)
+    write_record(store, replace(record(), rows=[RowRecord(5, 2, [0.5], [0]), RowRecord(6, 2, [0.5, 1.0], [0, 0])]))
+    with pytest.raises(StoreError, match="is damaged"):
+        read_records(store)
 
 
 @pytest.mark.parametrize(

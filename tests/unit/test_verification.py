@@ -176,7 +176,7 @@ def test_a_store_of_which_every_row_failed_never_passes(tmp_path: Path) -> None:
     small = make_store(tmp_path)
     for batch, rows in enumerate(small.plan.rows_by_batch()):
         record = read_record(record_path(small.store, batch, 0))
-        failed = [FailedRow(row, "HTTP 503") for row in rows]
+        failed = [FailedRow(row, "HTTP 503") for row in rows.tolist()]
         write_record(small.store, replace(record, file=None, bytes=0, rows=[], failed=failed))
     with pytest.raises(ExtractionError, match="6 of 7 rows failed"):
         verify(small, max_failed_share=0.99)

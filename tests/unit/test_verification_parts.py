@@ -1,6 +1,7 @@
 """The parts of verification, each by itself: statistics that accuse nobody by chance, resuming, noise, precision."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tasks.config import VerifyConfig
-from tasks.store.record import FailedRow, read_record, write_record
+from tasks.store.record import FailedRow, read_record, read_records, write_record
 from tasks.verification import ReadingProgress, read_outcome, verify_store
 from tasks.verification import kept as kept_module
 from tasks.verification import shards as shards_module
@@ -17,9 +18,9 @@ from tasks.verification.distribution import find_outliers
 from tasks.verification.duplicates import find_duplicates
 from tasks.verification.kept import FILE
 from tasks.verification.reextract import choose_rows, differences, noise_limits
-from tasks.verification.stored import StoredStates
+from tasks.verification.stored import StoredRows, StoredStates
 from tasks.verification.values import BLOCK, FORMATS, as_values, few_magnitudes, lost_bits, measure, scratch, start
-from tests.unit.helpers import SmallStore, make_store
+from tests.unit.helpers import HIDDEN, SmallStore, make_store
 
 NAMES = ["layer 1", "final"]
 
@@ -197,10 +198,10 @@ def test_one_wrong_token_among_many_shows_in_the_second_figure() -> None:
 
 def test_the_rows_to_extract_again_hold_what_is_doubtful() -> None:
     config = VerifyConfig(reextract_rows=3, reextract_share=0)
-    chosen = choose_rows(list(range(100)), config, [42, 7])
+    chosen = choose_rows(np.arange(100), config, [42, 7])
     assert {42, 7} < set(chosen)
     assert len(chosen) <= 5
-    assert chosen == choose_rows(list(range(100)), config, [42, 7])
+    assert chosen == choose_rows(np.arange(100), config, [42, 7])
 
 
 class Interrupt(Exception):
@@ -239,6 +240,28 @@ def verify(small: SmallStore, **options: bool) -> int:
     assert outcome is not None
     assert outcome.bytes_read + outcome.bytes_kept == outcome.bytes
     return outcome.bytes_read
+
+
+def test_every_stored_row_leads_to_its_record(tmp_path: Path) -> None:
+    small = make_store(tmp_path)
+    records = read_records(small.store)
+    stored = StoredRows(small.store, records, 7)
+    batches = {0: 0, 1: 0, 2: 1, 3: 1, 5: 2, 6: 2}
+    assert dict(stored) == {row: (f"00000{batch}.json", records[batch]) for row, batch in batches.items()}
+    assert (len(stored), stored.numbers().tolist()) == (6, [0, 1, 2, 3, 5, 6])
+    assert 4 not in stored
+    assert -1 not in stored
+    assert 7 not in stored
+    assert list(stored.without([3], ["000002.json"])) == [0, 1, 2]
+    assert len(stored) == 6
+    again = replace(records[0], part=1, rows=[records[0].rows[1], replace(records[0].rows[0], row=9)])
+    assert StoredRows(small.store, [*records, again], 7)[1] == ("000000.1.json", again)  # a later part wins
+
+
+def test_no_tokens_of_a_row_are_no_states(tmp_path: Path) -> None:
+    small = make_store(tmp_path)
+    record = read_records(small.store)[0]
+    assert StoredStates(small.store).at(record, 0, []).shape == (3, 0, HIDDEN)
 
 
 def test_a_verification_that_was_cut_short_goes_on_where_it_was(
