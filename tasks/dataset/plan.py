@@ -118,17 +118,22 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan that `save_plan` wrote. Raises StoreError if it cannot be read."""
+
     try:
-        table = pq.read_table(path)
-        # As codes at once: a million strings take 60 MB.
-        action = pc.index_in(table["action"].cast(pa.string()), pa.array(ACTIONS))
-        if action.null_count:
-            raise KeyError("an unknown action")
-        return Plan(
-            **{name: table[name].to_numpy() for name in ("offset", "size", "input_tokens", "tokens", "batch")},
-            action=action.to_numpy().astype(np.uint8),
-            reason=table["reason"].to_pylist(),
-            id=table["id"],
-        )
+        with pq.ParquetFile(path) as file:
+
+            def column(name: str) -> pa.ChunkedArray:
+                return file.read([name])[name]  # one at a time: the others take no memory meanwhile
+
+            # As codes at once: a million strings take 60 MB.
+            action = pc.index_in(column("action").cast(pa.string()), pa.array(ACTIONS))
+            if action.null_count:
+                raise KeyError("an unknown action")
+            return Plan(
+                **{name: column(name).to_numpy() for name in ("offset", "size", "input_tokens", "tokens", "batch")},
+                action=action.to_numpy().astype(np.uint8),
+                reason=column("reason").to_pylist(),
+                id=column("id"),
+            )
     except (OSError, KeyError, pa.ArrowException) as error:
         raise StoreError(f"The plan {path} cannot be read ({error}). Restore it, or start a new output.") from error

@@ -51,5 +51,9 @@ def differing_twins(store: Store, groups: list[list[int]], records: StoredRows) 
 def _groups(values: np.ndarray) -> list[np.ndarray]:
     """Places of values that occur more than once."""
     order = np.argsort(values, kind="stable")
-    _, starts, counts = np.unique(values[order], return_index=True, return_counts=True)
-    return [order[start : start + count] for start, count in zip(starts, counts) if count > 1]
+    ordered = values[order]
+    same = ordered[1:] == ordered[:-1]  # as the one before
+    del ordered
+    begins = np.flatnonzero(same & ~np.concatenate([[False], same[:-1]])) if len(same) else np.empty(0, np.int64)
+    ends = np.flatnonzero(same & ~np.concatenate([same[1:], [False]])) + 2 if len(same) else begins
+    return [order[begin:end] for begin, end in zip(begins, ends)]
