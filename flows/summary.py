@@ -16,7 +16,7 @@ class Summary(BaseModel):
     bytes: int
     shards: int
     digest: str
-    output: Path
+    output: Path | str
     extracted_rows: int
     """By this run; the others were there already."""
     extracted_tokens: int
@@ -37,7 +37,7 @@ class Summary(BaseModel):
             *usage_lines(self.usage),
             ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
             ("digest", self.digest),
-            ("output", str(self.output.absolute())),
+            ("output", str(self.output)),
             ("MLflow", self.mlflow_run or f"not recorded; later: python -m flows record {self.output}"),
         ]
         return as_lines(lines)
@@ -46,7 +46,7 @@ class Summary(BaseModel):
         if not (count := self.rows["failed"]):
             return []
         return [
-            ("failed", f"{count:,} rows; the reasons are in {self.output / 'ledger.parquet'}"),
+            ("failed", f"{count:,} rows; the reasons are in {self.output}/ledger.parquet"),
             ("", f"to try them again: python -m flows retry-failed {config}"),
         ]
 

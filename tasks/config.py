@@ -6,17 +6,52 @@ them, and Prefect's form shows them.
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from tasks.errors import ConfigError
 
 GIB = 1 << 30
 # Absolute from the start: what is kept with the output must mean the same from any working directory.
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+
+S3_SCHEME = "s3://"
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; other stores also allow _ and capitals.
+BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+
+
+def parse_s3_uri(uri: str) -> tuple[str, str]:
+    """('bucket', 'prefix') of `s3://bucket/prefix`; the prefix without slashes at its ends. Raises ConfigError."""
+    bucket, _, key = uri.removeprefix(S3_SCHEME).partition("/")
+    key = key.strip("/")
+    parts = key.split("/")
+    if not BUCKET.fullmatch(bucket) or not key or any(part in ("", ".", "..") for part in parts):
+        raise ConfigError(f"{uri!r} names no place in a bucket: s3://BUCKET/PREFIX is expected, both given.")
+    return bucket, key
+
+
+def _output_place(value: Any) -> Path | str:
+    if isinstance(value, str) and value.startswith(S3_SCHEME):
+        try:
+            return f"{S3_SCHEME}{'/'.join(parse_s3_uri(value))}"
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    if not isinstance(value, (str, Path)) or "://" in str(value):
+        raise ValueError("a directory, or s3://BUCKET/PREFIX, is expected")
+    return Path(value).expanduser().absolute()
+
+
+def _without_keys(value: str | None) -> str | None:
+    if value is not None and (not re.match(r"https?://", value) or "@" in value):
+        raise ValueError("http:// or https:// is expected, without user or password")
+    return value
+
+
+OutputPlace = Annotated[Path | str, PlainValidator(_output_place), WithJsonSchema({"type": "string"})]
 
 
 class Section(BaseModel):
@@ -162,13 +197,56 @@ class StagingConfig(Section):
 class OutputConfig(Section):
     """Where the hidden states are stored."""
 
-    path: AbsolutePath = Field(description="Directory of the store. The same config and directory resume a run.")
+    path: OutputPlace = Field(
+        description="Directory of the store, or s3://BUCKET/PREFIX (see the section s3). The same config and place "
+        "resume a run."
+    )
     shard_bytes: int = Field(
         default=2 * GIB,
         gt=0,
         description="Size of a shard in bytes, at most (one sample may be larger). Grows where needed so that a run "
         "has at most 2,000 shards.",
     )
+
+
+class S3Config(Section):
+    """How a bucket is reached, where output.path is one. Keys come from boto3's standard chain, never from here."""
+
+    endpoint_url: Annotated[str | None, AfterValidator(_without_keys)] = Field(
+        default=None,
+        description="URL of a store that is not AWS (MinIO, Ceph, ...). Default: AWS_ENDPOINT_URL_S3, or AWS.",
+    )
+    region: str | None = Field(default=None, description="Region. Default: as boto3 finds it, or us-east-1.")
+    profile: str | None = Field(default=None, description="Profile of ~/.aws. Default: AWS_PROFILE.")
+    credentials_block: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9][a-z0-9-]*$",
+        description="Name of a Prefect block of the type AWS Credentials that has the keys, instead of boto3's chain.",
+    )
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        default="auto", description="Bucket in the URL's path or in the host's name. auto: path, with an endpoint_url."
+    )
+    checksum: Literal["crc32", "sha256", "md5"] = Field(
+        default="crc32",
+        description="With what the store checks what it is sent. md5 is for stores that do not know the newer checksum "
+        "headers; sha256 also where the network is neither encrypted nor trusted.",
+    )
+    spool: AbsolutePath | None = Field(
+        default=None,
+        description="Local directory where shards are written before they are uploaded. Default: in the state folder.",
+    )
+    spool_bytes: int = Field(
+        default=32 * GIB,
+        gt=0,
+        description="Most bytes of shards there at any time. Batches wait, and the server with them, while it is full.",
+    )
+    part_bytes: int = Field(
+        default=16 << 20,
+        ge=5 << 20,
+        le=5 * GIB,
+        description="Size of the parts of an upload. Grows where a shard would have more than 10,000.",
+    )
+    uploads: int = Field(default=8, ge=1, le=128, description="Parts that are sent at a time.")
 
 
 class ExtractionConfig(Section):
@@ -247,6 +325,7 @@ class ExtractConfig(Section):
     server: ServerConfig = ServerConfig()
     staging: StagingConfig = StagingConfig()
     output: OutputConfig
+    s3: S3Config = S3Config()
     extraction: ExtractionConfig = ExtractionConfig()
     verify: VerifyConfig = VerifyConfig()
     lineage: LineageConfig = LineageConfig()

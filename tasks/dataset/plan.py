@@ -1,7 +1,6 @@
 """The plan: what happens to every row, and which rows share a shard. Numbers only; rows stay in the file."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +8,7 @@ import pyarrow.parquet as pq
 
 from tasks.errors import StoreError
 from tasks.files import write_parquet
+from tasks.storage import Location
 
 MOST_BATCHES = 2000  # mapped tasks of one flow run that a self-hosted Prefect server takes without losing records
 EXTRACT, TRUNCATE, SKIP = "extract", "truncate", "skip"
@@ -83,7 +83,7 @@ def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, sh
         shard_bytes = shard_bytes * 5 // 4 + 1
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Location) -> None:
     """Write the plan as Parquet, atomically."""
     table = pa.table(
         {
@@ -101,10 +101,10 @@ def save_plan(plan: Plan, path: Path) -> None:
     write_parquet(path, table)
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Location) -> Plan:
     """Read a plan that `save_plan` wrote. Raises StoreError if it cannot be read."""
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(path.read_bytes()))
         codes = {name: code for code, name in enumerate(ACTIONS)}
         return Plan(
             **{name: table[name].to_numpy() for name in ("offset", "size", "input_tokens", "tokens", "batch")},
