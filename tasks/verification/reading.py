@@ -90,7 +90,8 @@ def read_shards(
                     running[pool.submit(check, record)] = record
             if not running:
                 break
-            for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+            ended = wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done
+            for future in sorted(ended, key=lambda future: future.exception() is not None):  # what was read is kept
                 record, checked = running.pop(future), future.result()
                 kept.add(record, checked)
                 yield done(checked)

