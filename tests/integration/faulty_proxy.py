@@ -184,5 +184,3 @@ def spoiling(proxy: FaultyProxy, *faults: Fault) -> Iterator[FaultyProxy]:
         yield proxy
     finally:
         proxy.faults.clear()
-
-

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -67,24 +68,20 @@ class Seaweed:
         self.client().create_bucket(Bucket=name)
         return name
 
-    def wait(self) -> None:
+    def wait(self, process: subprocess.Popen[bytes], log: Path) -> None:
         """Until an object can be written and read: the port answers seconds before that."""
         deadline = time.monotonic() + START_TIMEOUT
         client = self.client()
         while True:
             try:
-                client.create_bucket(Bucket="is-it-there")
                 client.put_object(Bucket="is-it-there", Key="yes", Body=b"yes")
                 if client.get_object(Bucket="is-it-there", Key="yes")["Body"].read() == b"yes":
                     return
             except (BotoCoreError, ClientError) as error:
-                if code_of(error) == "BucketAlreadyExists" or time.monotonic() > deadline:
-                    raise
+                if process.poll() is not None or time.monotonic() > deadline:
+                    tail = log.read_text(errors="replace")[-3000:]
+                    raise RuntimeError(f"SeaweedFS did not start; its log ends with:\n{tail}") from error
             time.sleep(0.3)
-
-
-def code_of(error: Exception) -> str:
-    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))
 
 
 @contextlib.contextmanager
@@ -102,11 +99,12 @@ def seaweed(folder: Path) -> Iterator[Seaweed]:
         *("-s3", f"-s3.port={s3}", f"-s3.config={folder / 's3.json'}", f"-master.port={master}"),
         *(f"-volume.port={volume}", f"-filer.port={filer}", "-master.telemetry=false"),
         *("-master.volumeSizeLimitMB=1024", "-volume.max=40"),
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),  # else on fixed ports, which another one may have
     ]
     process = guardian.start(command, {}, folder / "weed.log")
     try:
         server = Seaweed(s3)
-        server.wait()
+        server.wait(process, folder / "weed.log")
         yield server
     finally:
         for child in psutil.Process(process.pid).children(recursive=True):
