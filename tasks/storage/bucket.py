@@ -97,7 +97,7 @@ class Bucket:
         """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
-            wait=tenacity.wait_exponential_jitter(initial=FIRST_WAIT, max=LONGEST_WAIT),
+            wait=tenacity.wait_exponential_jitter(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
             stop=tenacity.stop_after_delay(self.patience),
             before_sleep=lambda state: self._before_next_try(what, state),
             reraise=True,

@@ -37,13 +37,14 @@ IDENTITIES = {
         },
     ]
 }
+BUCKET = "hidden-states"
 GRPC = 10_000  # each port's companion is so much higher
 START_TIMEOUT = 90.0  # seconds
 
 
 @dataclass
 class Seaweed:
-    """The server; `bucket()` makes a bucket."""
+    """The server with one bucket: it keeps several volumes of files for each, and has no more than 40."""
 
     port: int
 
@@ -62,11 +63,9 @@ class Seaweed:
             config=Config(connect_timeout=5, read_timeout=60, s3={"addressing_style": "path"}),
         )
 
-    def bucket(self) -> str:
-        """A new one's name."""
-        name = f"test-{uuid.uuid4().hex[:12]}"
-        self.client().create_bucket(Bucket=name)
-        return name
+    def place(self) -> str:
+        """A URI that nothing lies under."""
+        return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}/some/where"
 
     def wait(self, process: subprocess.Popen[bytes], log: Path) -> None:
         """Until an object can be written and read: the port answers seconds before that."""
@@ -74,8 +73,8 @@ class Seaweed:
         client = self.client()
         while True:
             try:
-                client.put_object(Bucket="is-it-there", Key="yes", Body=b"yes")
-                if client.get_object(Bucket="is-it-there", Key="yes")["Body"].read() == b"yes":
+                client.put_object(Bucket=BUCKET, Key="there", Body=b"yes")  # makes the bucket, too
+                if client.get_object(Bucket=BUCKET, Key="there")["Body"].read() == b"yes":
                     return
             except (BotoCoreError, ClientError) as error:
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -48,7 +48,7 @@ def root(s3: Seaweed, proxy: FaultyProxy) -> S3Path:
 def place(s3: Seaweed, url: str, credentials: Credentials | None = None, **config: object) -> S3Path:
     keys = credentials or Credentials(KEY, SECRET)
     made = S3Config(endpoint_url=url, part_bytes=PART, **config)  # type: ignore[arg-type]
-    found = as_location(f"s3://{s3.bucket()}/some/where", made, lambda: keys)
+    found = as_location(s3.place(), made, lambda: keys)
     assert isinstance(found, S3Path)
     return found
 
@@ -59,14 +59,14 @@ def assert_whole(path: S3Path, shard: Path, done: Uploaded, s3: Seaweed) -> None
     stored = client.get_object(Bucket=path.bucket.name, Key=path.key)["Body"].read()
     assert stored == shard.read_bytes()
     assert (done.bytes, done.parts) == (SIZE, 4)
-    assert client.list_multipart_uploads(Bucket=path.bucket.name).get("Uploads", []) == []
+    assert client.list_multipart_uploads(Bucket=path.bucket.name, Prefix=path.key).get("Uploads", []) == []
 
 
 def assert_nothing(path: S3Path, s3: Seaweed) -> None:
     """Neither an object nor an unfinished upload."""
     client = s3.client()
-    assert client.list_objects_v2(Bucket=path.bucket.name).get("Contents", []) == []
-    assert client.list_multipart_uploads(Bucket=path.bucket.name).get("Uploads", []) == []
+    assert client.list_objects_v2(Bucket=path.bucket.name, Prefix=path.key).get("Contents", []) == []
+    assert client.list_multipart_uploads(Bucket=path.bucket.name, Prefix=path.key).get("Uploads", []) == []
 
 
 @pytest.mark.parametrize("checksum", ["crc32", "sha256", "md5"])
@@ -160,7 +160,7 @@ def test_expired_credentials_are_asked_for_again(s3: Seaweed, proxy: FaultyProxy
         return Credentials(KEY, SECRET)
 
     config = S3Config(endpoint_url=proxy.url, part_bytes=PART)
-    path = as_location(f"s3://{s3.bucket()}/some/{shard.name}", config, source)
+    path = as_location(f"{s3.place()}/{shard.name}", config, source)
     assert isinstance(path, S3Path)
     with spoiling(proxy, Fault("answer", "PUT", PARTS, count=3, status=400, code="ExpiredToken")):
         done = upload(shard, path)
@@ -252,7 +252,7 @@ def test_unfinished_uploads_of_a_prefix_are_aborted_and_no_others(root: S3Path, 
     for key in (f"{root.key}/shards/1", f"{root.key}/shards/2", f"{root.key}-other/shards/3"):
         client.create_multipart_upload(Bucket=root.bucket.name, Key=key)
     assert abort_uploads(root) == 2
-    left = client.list_multipart_uploads(Bucket=root.bucket.name)["Uploads"]
+    left = client.list_multipart_uploads(Bucket=root.bucket.name, Prefix=root.parent.key)["Uploads"]
     assert [found["Key"] for found in left] == [f"{root.key}-other/shards/3"]
 
 
