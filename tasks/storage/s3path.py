@@ -140,14 +140,12 @@ class S3Path:
         self.bucket.call(f"delete {self}", lambda client: client.delete_object(Bucket=self.bucket.name, Key=self.key))
 
     def iterdir(self) -> Iterator["S3Path"]:
-        for found in self.bucket.list(self._folder(), "/"):
-            yield self._listed(found)
+        yield from self._listed(self._folder())
 
     def glob(self, pattern: str) -> Iterator["S3Path"]:
         """What lies directly under this prefix and has such a name, in the order of the names."""
         literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-        for found in self.bucket.list(self._folder() + literal, "/"):
-            path = self._listed(found)
+        for path in self._listed(self._folder() + literal):
             if fnmatch.fnmatchcase(path.name, pattern):
                 yield path
 
@@ -162,8 +160,10 @@ class S3Path:
     def _folder(self) -> str:
         return f"{self.key}/" if self.key else ""
 
-    def _listed(self, found: dict[str, Any]) -> "S3Path":
-        if "Prefix" in found:
-            return S3Path(self.bucket, found["Prefix"])
-        facts = ObjectFacts(found["Size"], found["LastModified"].timestamp(), found["ETag"])
-        return S3Path(self.bucket, found["Key"], facts)
+    def _listed(self, prefix: str) -> Iterator["S3Path"]:
+        for found in self.bucket.list(prefix, "/"):
+            if "Prefix" in found:
+                yield S3Path(self.bucket, found["Prefix"])
+            elif not found["Key"].endswith("/"):  # an object that some make to show an empty folder
+                facts = ObjectFacts(found["Size"], found["LastModified"].timestamp(), found["ETag"])
+                yield S3Path(self.bucket, found["Key"], facts)
