@@ -32,6 +32,7 @@ from tasks.steps import (
     server_step,
     verify_step,
 )
+from tasks.storage import as_argument
 
 TICK = 0.5  # seconds between two looks at the progress
 
@@ -82,6 +83,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
         usage=run["usage"],
         reextracted=verified.reextracted,
         mlflow_run=run_id,
+        output_argument=as_argument(session.store.root),
     )
 
 

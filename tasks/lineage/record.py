@@ -49,7 +49,7 @@ from tasks.lineage.client import (
 from tasks.lineage.course import course_of
 from tasks.lineage.pages import refresh_extraction
 from tasks.lineage.sources import FileSource, HiddenStatesDataset, PromptsDataset, StoreSource, as_input
-from tasks.storage import Location, S3Path, side_folder
+from tasks.storage import Location, S3Path, as_argument, side_folder
 from tasks.store.attempts import ATTEMPTS, Attempt, read_attempts
 from tasks.store.layout import Store, read_extraction
 from tasks.store.manifest import read_manifest
@@ -72,7 +72,7 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
     extraction, manifest = read_extraction(store), read_manifest(store)
     assert extraction is not None  # there is no manifest without it
     uri = tracking_uri(config.tracking_uri, default_uri)
-    advice = f"The data is complete and verified. When MLflow is back: python -m flows record {store.root}"
+    advice = f"The data is complete and verified. When MLflow is back: python -m flows record {as_argument(store.root)}"
     with connected(uri, advice) as client, _alone(store):
         note, server, digest = _read_note(store), without_secrets(uri), sha256_of(store.manifest)
         known = note["records"].get(server, {})

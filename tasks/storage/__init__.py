@@ -5,7 +5,7 @@ The rest of the code goes through the part of pathlib that both have: `/`, names
 (how a shard gets there, how a writer locks out others) is decided in `tasks/store`.
 """
 
-from tasks.storage.places import Location, as_location, is_remote, read_all, side_folder
+from tasks.storage.places import Location, as_argument, as_location, is_remote, read_all, side_folder
 from tasks.storage.s3path import S3Path
 
-__all__ = ["Location", "S3Path", "as_location", "is_remote", "read_all", "side_folder"]
+__all__ = ["Location", "S3Path", "as_argument", "as_location", "is_remote", "read_all", "side_folder"]

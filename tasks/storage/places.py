@@ -34,6 +34,15 @@ def as_location(
     return S3Path(Bucket(bucket, config or S3Config(), credentials), key)
 
 
+def as_argument(root: Location) -> str:
+    """OUTPUT as the command line takes it to reach the same place."""
+    if not isinstance(root, S3Path):
+        return str(root)
+    config = root.bucket.config
+    options = [("--endpoint-url", config.endpoint_url), ("--credentials-block", config.credentials_block)]
+    return " ".join([str(root), *(f"{name} {value}" for name, value in options if value)])
+
+
 def read_all(places: Iterable[Location]) -> Iterator[bytes]:
     """The contents of many small files, in order; objects are read several at a time. Raises OSError."""
     places = list(places)

@@ -25,7 +25,7 @@ from tasks.storage.bucket import PreconditionError
 from tasks.storage.spool import Spool, spool_limit
 from tasks.storage.upload import abort_uploads, upload
 from tasks.store.layout import Store, shard_stem
-from tasks.store.lock import WriterLock, owner_of, parse_lock
+from tasks.store.lock import WriterLock, parse_lock
 from tasks.store.record import record_name, record_path, record_paths
 
 TRIES = 5  # of a record's write, each refused because the record changed
@@ -55,10 +55,6 @@ class BucketLock(WriterLock):
         self._etag = ""
         self._over: str | None = None  # ETag of the dead lock that ours replaces
         self._known: set[str] = set()  # records that were there when the lock was taken, and ours
-
-    def check(self) -> None:
-        if not self.workspace.is_dir() or owner_of(self.path) != self.owner:
-            raise LostLockError(f"{self.path.parent} was taken over by another writer; this run commits nothing more.")
 
     def next_part(self, store: Store, batch: int) -> int:
         return next(

@@ -88,7 +88,7 @@ class WriterLock:
 
     def check(self) -> None:
         """Raises LostLockError if another writer holds the lock by now, or nobody does."""
-        if not self.workspace.is_dir() or owner_of(self.path) != self.owner:
+        if not self.workspace.is_dir() or _owner_of(self.path) != self.owner:
             raise LostLockError(f"{self.path.parent} was taken over by another writer; this run commits nothing more.")
 
     def next_part(self, store: Store, batch: int) -> int:
@@ -199,7 +199,7 @@ class WriterLock:
             raise
 
     def _release(self) -> None:
-        if owner_of(self.path) == self.owner:
+        if _owner_of(self.path) == self.owner:
             try:
                 # Not unlink: were the lock another's by now, our workspace would be gone, and the rename fail.
                 os.rename(self.path, self.workspace / "released")
@@ -256,7 +256,7 @@ def _name(owner: dict[str, Any] | None) -> str:
     return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
 
 
-def owner_of(path: Location) -> str | None:
+def _owner_of(path: Location) -> str | None:
     """Who holds the lock; None where nobody does, also not a moment later: a take-over that fails puts it back."""
     for pause in (0.05, 0.2, None):
         if (content := read_lock(path)) is not None:
