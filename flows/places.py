@@ -5,6 +5,7 @@ config, log, manifest, Prefect run or MLflow run has them.
 """
 
 import argparse
+import contextvars
 from typing import Any
 
 from flows.services import prefect_api
@@ -20,7 +21,10 @@ BLOCK_TYPE = "aws-credentials"  # of the Prefect collection prefect-aws, which n
 def credentials_of(config: S3Config) -> CredentialsSource | None:
     """The keys of the config's Prefect block; None where boto3's standard chain is to find them."""
     name = config.credentials_block
-    return None if name is None else lambda: read_block(name)
+    if name is None:
+        return None
+    context = contextvars.copy_context()  # it says which Prefect API is meant; connections are made in any thread
+    return lambda: context.copy().run(read_block, name)
 
 
 def credentials_now(config: S3Config) -> CredentialsSource | None:

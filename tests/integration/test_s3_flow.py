@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import BlockDocumentCreate, BlockSchemaCreate, BlockTypeCreate
+from prefect.client.schemas.actions import BlockDocumentCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from safetensors.numpy import load
 
@@ -104,12 +104,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def make_block(api: str) -> None:
-    """An AWS Credentials block as the collection prefect-aws makes it."""
-    secret = ["aws_secret_access_key"]
-    fields = {"title": "AwsCredentials", "type": "object", "properties": {}, "secret_fields": secret}
+    """An AWS Credentials block, as Prefect's page makes it: the server knows the type."""
     with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
-        kind = client.create_block_type(BlockTypeCreate(name="AWS Credentials", slug=BLOCK_TYPE))
-        schema = client.create_block_schema(BlockSchemaCreate(fields=fields, block_type_id=kind.id, capabilities=[]))
+        kind = client.read_block_type_by_slug(BLOCK_TYPE)
+        schema = client.get_most_recent_block_schema_for_block_type(kind.id)
+        assert schema is not None
         data = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
         client.create_block_document(
             BlockDocumentCreate(name=BLOCK, data=data, block_type_id=kind.id, block_schema_id=schema.id)
