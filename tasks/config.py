@@ -246,7 +246,7 @@ class S3Config(Section):
         le=5 * GIB,
         description="Size of the parts of an upload. Grows where a shard would have more than 10,000.",
     )
-    uploads: int = Field(default=8, ge=1, le=128, description="Parts that are sent at a time.")
+    uploads: int = Field(default=16, ge=1, le=128, description="Parts that are sent at a time, of all shards.")
 
 
 class ExtractionConfig(Section):
