@@ -37,8 +37,8 @@ def add_actions(parser: argparse.ArgumentParser, epilog: str) -> None:
             metavar="NAME[/VERSION|@ALIAS]" if name == "drafter" else "PATH|DIGEST|NAME",
             help="the registered drafter"
             if name == "drafter"
-            else "the output directory or its s3:// name, the input file, the first six or more characters of a SHA-256 (of the "
-            "input or of the manifest), a run's id, or the extraction's name",
+            else "the output directory or its s3:// name, the input file, the first six or more characters of a "
+            "SHA-256 (of the input or of the manifest), a run's id, or the extraction's name",
         )
         child.add_argument("--json", action="store_true", help="print JSON")
         child.add_argument("--picture", type=Path, metavar="FILE", help="draw the graph: .svg, or .mmd for Mermaid")
