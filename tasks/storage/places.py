@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasks.config import S3_SCHEME, S3Config, parse_s3_uri
+from tasks.config import S3Config
 from tasks.state import state_home
 from tasks.storage.bucket import Bucket, CredentialsSource
 from tasks.storage.s3path import S3Path
+from tasks.uris import S3_SCHEME, parse_s3_uri
 
 Location = Path | S3Path
 

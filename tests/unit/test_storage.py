@@ -12,7 +12,7 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from botocore.stub import Stubber
 
-from tasks.config import S3Config, parse_config, parse_s3_uri
+from tasks.config import S3Config, parse_config
 from tasks.errors import ConfigError, DrillcoreError, RemoteError
 from tasks.storage import S3Path, as_argument, as_location, is_remote, side_folder
 from tasks.storage import bucket as bucket_module
@@ -21,6 +21,7 @@ from tasks.storage.checksums import wanted_of
 from tasks.storage.spool import Spool
 from tasks.storage.upload import upload
 from tasks.store.layout import Store
+from tasks.uris import parse_s3_uri
 from tests.unit.helpers import wait_for
 from tests.unit.test_config import MINIMAL, refusal
 
