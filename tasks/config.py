@@ -358,7 +358,7 @@ def _explain(problem: Any) -> str:
         message = f"  {'.'.join(location)}: unknown field" + (
             f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}."
         )
-    elif problem["type"] != "missing":
+    elif problem["type"] != "missing" and location[-1] != "endpoint_url":  # it may have a password in it
         message += f" (given: {problem['input']!r})"
     return message
 
