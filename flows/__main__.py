@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows import lineage, services
+from flows import lineage, places, services
 from flows.summary import as_lines, count_states
 from tasks.config import describe_config, load_config
 from tasks.errors import DrillcoreError, SpaceError
@@ -77,7 +77,8 @@ def _extract(options: argparse.Namespace, only_failed: bool = False, deep: bool 
 def run_plan(options: argparse.Namespace) -> int:
     from tasks.preflight import check_space, describe, run_preflight
 
-    preflight = run_preflight(load_config(options.config, options.set), space=False)
+    config = load_config(options.config, options.set)
+    preflight = run_preflight(config, space=False, credentials=places.credentials_now(config.s3))
     lines = describe(preflight)
     if options.rate:
         tokens = preflight.missing_tokens
@@ -98,27 +99,27 @@ def run_verify(options: argparse.Namespace) -> int:
 
     from flows.verify import verify_output
     from tasks.report import report_path
-    from tasks.store.layout import Store
     from tasks.verification import read_outcome
 
+    store = places.store_of(options)
     try:
-        verified = verify_output(options.output, options.dataset, options.fresh, options.repair)
+        verified = verify_output(store, options.dataset, options.fresh, options.repair)
     finally:
-        if options.json and (outcome := read_outcome(Store(options.output))):
+        if options.json and (outcome := read_outcome(store)):
             print(json.dumps(asdict(outcome), indent=1))
     if not options.json:
         passed = f"{verified.tokens:,} tokens, {verified.shards:,} shards, {human_bytes(verified.bytes)}"
         lines = [("passed", passed), ("rows", count_states(verified.rows)), ("digest", verified.digest)]
-        print(as_lines([*lines, ("report", str(report_path(Store(options.output))))]))
+        print(as_lines([*lines, ("report", str(report_path(store)))]))
     return 0
 
 
 def run_record(options: argparse.Namespace) -> int:
     from tasks.config import LineageConfig
     from tasks.lineage.record import record_extraction
-    from tasks.store.layout import Store, read_extraction
+    from tasks.store.layout import read_extraction
 
-    store = Store(options.output)
+    store = places.store_of(options)
     found = read_extraction(store)
     given = {name: value for name in LineageConfig.model_fields if (value := getattr(options, name)) is not None}
     config = LineageConfig(**((found["config"]["lineage"] if found else {}) | given))
@@ -209,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     child = command("plan", run_plan, "Check everything that needs no server and print the plan.", config=True)
     child.add_argument("--rate", type=float, metavar="TOKENS_PER_SECOND", help="print how long it takes at this rate")
     child = command("verify", run_verify, "Check a finished or unfinished output against its books and its dataset.")
-    child.add_argument("output", type=Path, help="the output directory")
+    places.add_place(child)
     child.add_argument("--dataset", type=Path, help="the dataset, if it moved since the extraction")
     child.add_argument(
         "--repair",
@@ -224,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     child.add_argument("--json", action="store_true", help="print all that was found as JSON")
     child = command("record", run_record, "Record a verified output in MLflow, if that failed before.")
-    child.add_argument("output", type=Path, help="the output directory")
+    places.add_place(child)
     child.add_argument("--tracking-uri", help="MLflow tracking URI (default: as the extraction's config says)")
     child.add_argument("--experiment", help="MLflow experiment (default: as the extraction's config says)")
     lineage.add_actions(command("lineage", lineage.run_lineage, LINEAGE), EXIT_CODES)

@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 
+from flows.places import credentials_of
 from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
@@ -31,6 +32,7 @@ from tasks.steps import (
     server_step,
     verify_step,
 )
+from tasks.storage import as_argument
 
 TICK = 0.5  # seconds between two looks at the progress
 
@@ -56,7 +58,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
 
     only_failed: extract the rows that failed, and no others. deep: compare the checksums of what is stored first.
     """
-    with preflight_step(config, only_failed, deep) as session:
+    with preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if session.needs_server():
             prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
@@ -81,6 +83,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
         usage=run["usage"],
         reextracted=verified.reextracted,
         mlflow_run=run_id,
+        output_argument=as_argument(session.store.root),
     )
 
 

@@ -37,8 +37,8 @@ def add_actions(parser: argparse.ArgumentParser, epilog: str) -> None:
             metavar="NAME[/VERSION|@ALIAS]" if name == "drafter" else "PATH|DIGEST|NAME",
             help="the registered drafter"
             if name == "drafter"
-            else "the output directory, the input file, the first six or more characters of a SHA-256 (of the input or "
-            "of the manifest), a run's id, or the extraction's name",
+            else "the output directory or its s3:// name, the input file, the first six or more characters of a "
+            "SHA-256 (of the input or of the manifest), a run's id, or the extraction's name",
         )
         child.add_argument("--json", action="store_true", help="print JSON")
         child.add_argument("--picture", type=Path, metavar="FILE", help="draw the graph: .svg, or .mmd for Mermaid")
@@ -46,7 +46,11 @@ def add_actions(parser: argparse.ArgumentParser, epilog: str) -> None:
 
 def _add_register(child: argparse.ArgumentParser) -> None:
     child.add_argument(
-        "--store", action="append", required=True, metavar="DIR", help="the store; may be given several times"
+        "--store",
+        action="append",
+        required=True,
+        metavar="DIR|S3_URI",
+        help="the store; may be given several times. In a bucket it is read with boto3's standard settings",
     )
     child.add_argument("--name", required=True, help="the registered model's name; it gets a new version")
     child.add_argument("--model-uri", help="where the drafter lies")

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from tasks.files import human_bytes, human_seconds
+from tasks.storage import is_remote
 
 
 class Summary(BaseModel):
@@ -16,7 +17,7 @@ class Summary(BaseModel):
     bytes: int
     shards: int
     digest: str
-    output: Path
+    output: Path | str
     extracted_rows: int
     """By this run; the others were there already."""
     extracted_tokens: int
@@ -26,19 +27,25 @@ class Summary(BaseModel):
     """Shares of the servers' time, and requests and tokens in flight on average; empty where nothing was extracted."""
     reextracted: int
     mlflow_run: str | None
+    output_argument: str = ""
+    """The output as a command takes it, where that is more than its name."""
 
     def text(self, config: Path) -> str:
         """Lines of name and value; config: the file that the extraction was started with."""
+        later = f"not recorded; later: python -m flows record {self.output_argument or self.output}"
         lines = [
             ("rows", count_states(self.rows)),
             ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
             *self._failed(config),
             ("this run", self._this_run()),
-            *usage_lines(self.usage),
+            *usage_lines(self.usage, "spool or staging" if is_remote(self.output) else "staging"),
             ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
             ("digest", self.digest),
-            ("output", str(self.output.absolute())),
-            ("MLflow", self.mlflow_run or f"not recorded; later: python -m flows record {self.output}"),
+            ("output", str(self.output)),
+            (
+                "MLflow",
+                self.mlflow_run or later,
+            ),
         ]
         return as_lines(lines)
 
@@ -46,7 +53,7 @@ class Summary(BaseModel):
         if not (count := self.rows["failed"]):
             return []
         return [
-            ("failed", f"{count:,} rows; the reasons are in {self.output / 'ledger.parquet'}"),
+            ("failed", f"{count:,} rows; the reasons are in {self.output}/ledger.parquet"),
             ("", f"to try them again: python -m flows retry-failed {config}"),
         ]
 
@@ -62,14 +69,14 @@ class Summary(BaseModel):
         )
 
 
-def usage_lines(usage: dict[str, float]) -> list[tuple[str, str]]:
-    """Was the server always full, and if not, why: a line, or none where nothing was extracted."""
+def usage_lines(usage: dict[str, float], room: str = "staging") -> list[tuple[str, str]]:
+    """Was the server always full, and if not, why: a line, or none where nothing was extracted. room: that may lack."""
     if not usage:
         return []
     shares = [
         f"{usage['full']:.1%} full",
         f"{usage['starved']:.1%} with room for more",
-        f"{usage['blocked']:.1%} waiting for staging",
+        f"{usage['blocked']:.1%} waiting for {room}",
         f"{usage['lost']:.1%} lost",
         *([f"{usage['behind']:.1%} with its writers behind"] if usage["behind"] >= 0.001 else []),
     ]

@@ -6,22 +6,21 @@ from pathlib import Path
 from tasks.config import VerifyConfig
 from tasks.errors import StoreError
 from tasks.report import write_report
+from tasks.store.bucket_lock import writer_lock
 from tasks.store.layout import Store, read_extraction
-from tasks.store.lock import WriterLock
 from tasks.verification import ReadingProgress, Verified, verify_store
 
 
-def verify_output(output: Path, dataset: Path | None = None, fresh: bool = False, repair: bool = False) -> Verified:
+def verify_output(store: Store, dataset: Path | None = None, fresh: bool = False, repair: bool = False) -> Verified:
     """Check an output against its books and its dataset (default: where the extraction read it); write its report.
 
     fresh: read again what an unfinished verification has read. repair: put what is wrong back into the plan.
     """
-    store = Store(output)
     found = read_extraction(store)
     if found is None:
-        raise StoreError(f"{output} holds no extraction: there is no {store.extraction.name}.")
+        raise StoreError(f"{store.root} holds no extraction: there is no {store.extraction.name}.")
     config = found["config"]
-    with WriterLock(store.lock) as lock:
+    with writer_lock(store) as lock:
         try:
             return verify_store(
                 store,

@@ -13,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.errors import ConfigError
+from tasks.uris import EndpointUrl, OutputPlace
 
 GIB = 1 << 30
 # Absolute from the start: what is kept with the output must mean the same from any working directory.
@@ -162,13 +163,56 @@ class StagingConfig(Section):
 class OutputConfig(Section):
     """Where the hidden states are stored."""
 
-    path: AbsolutePath = Field(description="Directory of the store. The same config and directory resume a run.")
+    path: OutputPlace = Field(
+        description="Directory of the store, or s3://BUCKET/PREFIX (see the section s3). The same config and place "
+        "resume a run."
+    )
     shard_bytes: int = Field(
         default=2 * GIB,
         gt=0,
         description="Size of a shard in bytes, at most (one sample may be larger). Grows where needed so that a run "
         "has at most 2,000 shards.",
     )
+
+
+class S3Config(Section):
+    """How a bucket is reached, where output.path is one. Keys come from boto3's standard chain, never from here."""
+
+    endpoint_url: EndpointUrl = Field(
+        default=None,
+        description="URL of a store that is not AWS (MinIO, Ceph, ...). Default: AWS_ENDPOINT_URL_S3, or AWS.",
+    )
+    region: str | None = Field(default=None, description="Region. Default: as boto3 finds it, or us-east-1.")
+    profile: str | None = Field(default=None, description="Profile of ~/.aws. Default: AWS_PROFILE.")
+    credentials_block: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9][a-z0-9-]*$",
+        description="Name of a Prefect block of the type AWS Credentials that has the keys, instead of boto3's chain.",
+    )
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        default="auto", description="Bucket in the URL's path or in the host's name. auto: path, with an endpoint_url."
+    )
+    checksum: Literal["crc32", "sha256", "md5"] = Field(
+        default="crc32",
+        description="With what the store checks what it is sent. md5 is for stores that do not know the newer checksum "
+        "headers; sha256 also where the network is neither encrypted nor trusted.",
+    )
+    spool: AbsolutePath | None = Field(
+        default=None,
+        description="Local directory where shards are written before they are uploaded. Default: in the state folder.",
+    )
+    spool_bytes: int = Field(
+        default=32 * GIB,
+        gt=0,
+        description="Most bytes of shards there at any time. Batches wait, and the server with them, while it is full.",
+    )
+    part_bytes: int = Field(
+        default=16 << 20,
+        ge=5 << 20,
+        le=5 * GIB,
+        description="Size of the parts of an upload. Grows where a shard would have more than 10,000.",
+    )
+    uploads: int = Field(default=16, ge=1, le=128, description="Parts that are sent at a time, of all shards.")
 
 
 class ExtractionConfig(Section):
@@ -247,6 +291,7 @@ class ExtractConfig(Section):
     server: ServerConfig = ServerConfig()
     staging: StagingConfig = StagingConfig()
     output: OutputConfig
+    s3: S3Config = S3Config()
     extraction: ExtractionConfig = ExtractionConfig()
     verify: VerifyConfig = VerifyConfig()
     lineage: LineageConfig = LineageConfig()
@@ -313,7 +358,7 @@ def _explain(problem: Any) -> str:
         message = f"  {'.'.join(location)}: unknown field" + (
             f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}."
         )
-    elif problem["type"] != "missing":
+    elif problem["type"] != "missing" and location[-1] != "endpoint_url":  # it may have a password in it
         message += f" (given: {problem['input']!r})"
     return message
 

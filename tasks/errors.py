@@ -42,7 +42,7 @@ class SetupError(InputError):
 
 
 class OutputError(InputError):
-    """The output directory belongs to another extraction or to another writer."""
+    """The output belongs to another extraction or to another writer, or may not be written."""
 
 
 class StoreError(DrillcoreError):
@@ -51,6 +51,14 @@ class StoreError(DrillcoreError):
 
 class WriteError(DrillcoreError):
     """The output could not be written: it is full, or the file system failed. What was committed stays."""
+
+
+class RemoteError(DrillcoreError, OSError):
+    """A bucket could not be reached, or refused what was asked of it. `code`: the store's own word, or ''."""
+
+    def __init__(self, text: str, code: str = ""):
+        super().__init__(text)
+        self.strerror, self.code = text, code  # the first is where an OSError says why
 
 
 class LostLockError(DrillcoreError):

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from tasks.storage import Location, S3Path
+
 CHUNK = 4 << 20  # bytes read at a time
 
 
@@ -18,8 +20,11 @@ def temporary_for(path: Path, workspace: Path | None = None) -> Path:
     return (workspace or path.parent) / f".{path.name}.{os.getpid()}.tmp"
 
 
-def write_atomic(path: Path, data: bytes, workspace: Path | None = None) -> None:
+def write_atomic(path: Location, data: bytes, workspace: Path | None = None) -> None:
     """Write `data` so that `path` holds all of it or what it held before, also after a power cut."""
+    if isinstance(path, S3Path):
+        path.write_bytes(data)
+        return
     temporary = temporary_for(path, workspace)
     try:
         with temporary.open("wb") as file:
@@ -33,12 +38,27 @@ def write_atomic(path: Path, data: bytes, workspace: Path | None = None) -> None
     sync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any, workspace: Path | None = None) -> None:
+def write_json(path: Location, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
-    write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(), workspace)
+    write_atomic(path, json_bytes(value))
 
 
-def write_parquet(path: Path, table: pa.Table) -> None:
+def json_bytes(value: Any) -> bytes:
+    """Indented JSON, with a newline at its end."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def append_line(path: Location, line: str) -> None:
+    """Add a line to a text file that one writer adds to. An object is written anew, whole."""
+    if isinstance(path, S3Path):
+        before = path.read_bytes() if path.exists() else b""
+        path.write_bytes(before + f"{line}\n".encode())
+        return
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+
+
+def write_parquet(path: Location, table: pa.Table) -> None:
     """Write a table as Parquet, atomically."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
@@ -54,7 +74,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Location) -> str:
     """SHA-256 of a file, hexadecimal."""
     return _digest_of(path, hashlib.sha256())
 
@@ -64,15 +84,15 @@ def sha256_of_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def checksum_of(path: Path) -> str:
+def checksum_of(path: Location) -> str:
     """XXH3-128 of a file, hexadecimal: what `xxh128sum` prints."""
     return _digest_of(path, xxhash.xxh3_128())
 
 
-def _digest_of(path: Path, digest: Any) -> str:
+def _digest_of(path: Location, digest: Any) -> str:
     """In large pieces: between two of them, a thread that hashes waits until the others let it."""
     with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = path.stat().st_size
         # One for all: fresh memory costs as much as the reading. Of a small file no more: many are read at once.
         piece = memoryview(bytearray(min(CHUNK, max(size, 1))))
         while length := file.readinto(piece):

@@ -20,13 +20,17 @@ from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
 from tasks.server.facts import numerics_of_arguments, numerics_of_info, server_info
 from tasks.server.ports import check_port
+from tasks.storage import S3Path, as_location
+from tasks.storage.access import check_access
+from tasks.storage.bucket import CredentialsSource
+from tasks.storage.spool import SPARE, spool_limit
 from tasks.store.books import DONE, FAILED, TRUNCATED, Books, balance
+from tasks.store.bucket_lock import spool_folder
 from tasks.store.inspection import NOTHING, Inspection, inspect_store, remove_remains
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of
 from tasks.store.shard import ENTRY_BYTES, row_bytes
 
 MOST_BATCHES = 128  # at a time: threads, and open files
-SPARE = 256 << 20  # bytes that must stay free on the output, for records, logs and the file system itself
 ROW_OVERHEAD = 4 * ENTRY_BYTES + 512  # bytes a row takes in shard header, record and plan, at most
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ class Preflight:
     """A checked extraction: what there is, what is to do, what it takes."""
 
     config: ExtractConfig
+    store: Store
     model: Model
     layers: list[int]
     installation: Installation | None
@@ -54,10 +59,6 @@ class Preflight:
     books: Books
     missing: dict[int, np.ndarray]
     """Rows that this run extracts, by batch; int64, ascending."""
-
-    @property
-    def store(self) -> Store:
-        return Store(self.config.output.path)
 
     @property
     def captured(self) -> Captured:
@@ -83,7 +84,14 @@ class Preflight:
         in_flight = min(limits.tokens_in_flight, limits.requests_in_flight * self.missing_tokens / rows)
         wanted = 2 * in_flight * max(1, self.config.server.servers)
         batch = self.missing_tokens / max(1, len(self.missing))
-        return min(MOST_BATCHES, 2 + math.ceil(wanted / max(1, batch)))
+        # Those that are uploaded do not keep the servers busy.
+        uploads = int(self.config.s3.spool_bytes / max(1, batch * self.token_bytes)) if self.spool else 0
+        return min(MOST_BATCHES, 2 + math.ceil(wanted / max(1, batch)) + uploads)
+
+    @property
+    def spool(self) -> Path | None:
+        """Where shards lie until they are uploaded; None where the output is a directory."""
+        return spool_folder(self.store.root) if isinstance(self.store.root, S3Path) else None
 
     @property
     def most_failed(self) -> int:
@@ -124,14 +132,23 @@ def token_bytes(config: ExtractConfig, model: Model, layers: list[int]) -> int:
 
 
 def run_preflight(
-    config: ExtractConfig, space: bool = True, only_failed: bool = False, deep: bool = False
+    config: ExtractConfig,
+    space: bool = True,
+    only_failed: bool = False,
+    deep: bool = False,
+    credentials: CredentialsSource | None = None,
 ) -> Preflight:
-    """Check everything that needs no server; raises the InputError that names what is wrong. Writes nothing.
+    """Check everything that needs no server; raises the InputError that names what is wrong. Writes nothing; into a
+    bucket only a small object, which is deleted again.
 
     space: also whether there is room for it, which `plan` does after it has printed what is planned.
     only_failed: do the rows that failed, whether they may heal or not, and leave those that were never tried.
     deep: read every shard that is there already and compare checksums, not only sizes.
+    credentials: of the bucket; default: boto3's standard chain.
     """
+    store = Store(as_location(config.output.path, config.s3, credentials))
+    if isinstance(store.root, S3Path):
+        check_access(store.root)
     model = read_model(config.model.path)
     layers = capture_layers(model, config.capture)
     if config.dataset.max_seq_len > model.max_positions:
@@ -149,7 +166,7 @@ def run_preflight(
         installation, (sglang, numerics) = None, _settings_of_attached(config.server.urls)
     scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
     fresh = Preflight(
-        *(config, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
+        *(config, store, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
         resumed=False,
         inspection=NOTHING,
         books=balance(scan.plan, []),
@@ -200,18 +217,12 @@ def open_output(preflight: Preflight) -> None:
 def check_space(preflight: Preflight) -> None:
     """Raises SpaceError if what is missing does not fit the output, or the longest row the staging."""
     config = preflight.config
-    # The shards that do not count are removed first.
-    freed = sum(path.stat().st_size for path in preflight.inspection.useless_files(preflight.store))
-    needed = preflight.missing_tokens * preflight.token_bytes + preflight.missing_rows * ROW_OVERHEAD - freed
-    free = free_bytes(config.output.path)
-    if preflight.missing_rows and needed + SPARE > free:
-        raise SpaceError(
-            f"The output {config.output.path} has {human_bytes(free)} free; {preflight.missing_rows} rows with "
-            f"{preflight.missing_tokens} tokens need {human_bytes(needed)} and {human_bytes(SPARE)} to spare. Free "
-            "some, or choose another output.path."
-        )
     if not preflight.missing_rows:
         return
+    if preflight.spool:
+        _check_spool(preflight, preflight.spool)
+    else:
+        _check_output(preflight)
     longest = preflight.plan.longest * preflight.token_bytes
     staging = min(config.staging.max_bytes, free_bytes(config.staging.path))
     # Twice: a dump is removed from memory a moment after its row counts as gone.
@@ -220,6 +231,36 @@ def check_space(preflight: Preflight) -> None:
             f"The staging {config.staging.path} may hold {human_bytes(staging)} (free space, or staging.max_bytes); "
             f"the longest row, {preflight.plan.longest} tokens, needs {human_bytes(2 * longest)}. Free some, raise the "
             "limit, or choose another staging.path."
+        )
+
+
+def _check_output(preflight: Preflight) -> None:
+    root = preflight.store.root
+    assert isinstance(root, Path)
+    # The shards that do not count are removed first.
+    freed = sum(path.stat().st_size for path in preflight.inspection.useless_files(preflight.store))
+    needed = preflight.missing_tokens * preflight.token_bytes + preflight.missing_rows * ROW_OVERHEAD - freed
+    free = free_bytes(root)
+    if needed + SPARE > free:
+        raise SpaceError(
+            f"The output {root} has {human_bytes(free)} free; {preflight.missing_rows} rows with "
+            f"{preflight.missing_tokens} tokens need {human_bytes(needed)} and {human_bytes(SPARE)} to spare. Free "
+            "some, or choose another output.path."
+        )
+
+
+def _check_spool(preflight: Preflight, folder: Path) -> None:
+    tokens = preflight.plan.tokens
+    largest = max(
+        int(tokens[rows].sum()) * preflight.token_bytes + len(rows) * ROW_OVERHEAD
+        for rows in preflight.missing.values()
+    )
+    room = spool_limit(folder, preflight.config.s3.spool_bytes)
+    if largest > room:
+        raise SpaceError(
+            f"The spool {folder} may hold {human_bytes(max(0, room))} (free space, or s3.spool_bytes); the largest "
+            f"shard needs {human_bytes(largest)} until it is uploaded. Free some, choose another s3.spool, or make "
+            "output.shard_bytes smaller in a new output."
         )
 
 
@@ -250,7 +291,7 @@ def describe(preflight: Preflight) -> list[tuple[str, str]]:
         ("rows", f"{len(plan):,}: {counts[TRUNCATE]:,} truncated, {counts[SKIP]:,} skipped"),
         ("tokens", f"{plan.total_tokens:,}; longest row {plan.longest:,}, max_seq_len {config.dataset.max_seq_len:,}"),
         ("bytes", f"{planned:,} ({human_bytes(planned)}) in {plan.batches:,} shards"),
-        ("output", f"{config.output.path} ({human_bytes(free_bytes(config.output.path))} free)"),
+        *_places(preflight),
         ("staging", f"{config.staging.path} ({human_bytes(free_bytes(config.staging.path))} free)"),
     ]
     if preflight.resumed:
@@ -268,6 +309,15 @@ def describe(preflight: Preflight) -> list[tuple[str, str]]:
     if problems := preflight.inspection.problems(preflight.store):
         lines.append(("damaged", f"{len(problems):,} shards or records, to be extracted again: {problems[0]}"))
     return lines
+
+
+def _places(preflight: Preflight) -> list[tuple[str, str]]:
+    root, spool = preflight.store.root, preflight.spool
+    if spool is None:
+        return [("output", f"{root} ({human_bytes(free_bytes(Path(str(root))))} free)")]
+    where = f" at {url}" if (url := preflight.config.s3.endpoint_url) else ""
+    room = f"{human_bytes(preflight.config.s3.spool_bytes)} at most, {human_bytes(free_bytes(spool))} free"
+    return [("output", f"{root}{where}"), ("spool", f"{spool} ({room})")]
 
 
 def _with_progress_of_output(preflight: Preflight, only_failed: bool, deep: bool) -> Preflight:

@@ -34,8 +34,10 @@ from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import AttachedServer, ManagedServer, Server, attached_staging
 from tasks.server.leftovers import remove_leftovers
 from tasks.server.supervisor import Restarts
+from tasks.storage.bucket import CredentialsSource
 from tasks.store.attempts import Sampler
 from tasks.store.books import DONE, TRUNCATED
+from tasks.store.bucket_lock import writer_lock
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
@@ -62,7 +64,7 @@ class Session:
         self.resources = contextlib.ExitStack()
 
     def __enter__(self) -> "Session":
-        self.lock = self.resources.enter_context(WriterLock(self.store.lock))
+        self.lock = self.resources.enter_context(writer_lock(self.store))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -74,9 +76,14 @@ class Session:
 
 
 @task(name="preflight", task_run_name="preflight", **UNCACHED)
-def preflight_step(config: ExtractConfig, only_failed: bool = False, deep: bool = False) -> Session:
+def preflight_step(
+    config: ExtractConfig,
+    only_failed: bool = False,
+    deep: bool = False,
+    credentials: CredentialsSource | None = None,
+) -> Session:
     """Check config, model, environment, dataset, output and space; plan."""
-    preflight = run_preflight(config, only_failed=only_failed, deep=deep)
+    preflight = run_preflight(config, only_failed=only_failed, deep=deep, credentials=credentials)
     for name, value in describe(preflight):
         get_run_logger().info("%s: %s", name, value)
     return Session(preflight)
@@ -247,8 +254,8 @@ def _check(session: Session, server: Server) -> ServerFacts:
 
 def server_log(session: Session, number: int) -> Path:
     """A managed server's log: beside the output, since an output exists only after a passed probe."""
-    root = session.store.root
-    return root.with_name(f"{root.name}.server-{number}.log" if number else f"{root.name}.server.log")
+    beside = session.store.beside
+    return beside.with_name(f"{beside.name}.server-{number}.log" if number else f"{beside.name}.server.log")
 
 
 def sampler(session: Session, flow_run: dict[str, str]) -> Sampler:

@@ -1,7 +1,6 @@
 """The plan: what happens to every row, and which rows share a shard. Numbers only; rows stay in the file."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +9,7 @@ import pyarrow.parquet as pq
 
 from tasks.errors import StoreError
 from tasks.files import write_parquet
+from tasks.storage import Location
 
 MOST_ROWS = 8192  # of a batch: its rows, its shard's header and its record are in memory
 MOST_BATCHES = 2000  # mapped tasks of one flow run that a self-hosted Prefect server takes without losing records
@@ -98,7 +98,7 @@ def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, sh
         shard_bytes, most_rows = shard_bytes * 5 // 4 + 1, most_rows * 5 // 4 + 1
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Location) -> None:
     """Write the plan as Parquet, atomically."""
     table = pa.table(
         {
@@ -116,11 +116,11 @@ def save_plan(plan: Plan, path: Path) -> None:
     write_parquet(path, table)
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Location) -> Plan:
     """Read a plan that `save_plan` wrote. Raises StoreError if it cannot be read."""
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(pa.BufferReader(path.read_bytes())) as file:
 
             def column(name: str) -> pa.ChunkedArray:
                 return file.read([name])[name]  # one at a time: the others take no memory meanwhile

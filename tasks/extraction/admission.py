@@ -35,7 +35,8 @@ class Usage:
     full: float = 0.0
     """As many requests or tokens at the server as it may have, and rows waiting."""
     blocked: float = 0.0
-    """Room at the server, rows waiting, but no room in staging: the disk is slower than the server."""
+    """Room at the server, rows waiting, but no room in staging, or in the spool of an upload: the output is slower
+    than the server."""
     starved: float = 0.0
     """Room at the server and no row waiting: too few batches at a time, or reading the dataset is slow."""
     lost: float = 0.0
@@ -84,6 +85,7 @@ class Admission:
         self.places = [Place() for _ in range(servers)]
         self.bytes = 0  # in staging, of all servers
         self.usage = Usage()
+        self._held = 0  # batches whose rows wait elsewhere, for room in the spool
         self._waiting: deque[Turn] = deque()
         self._clock, self._since = clock, clock()
         self._begun, self._pending = False, Usage()  # whether a row was admitted; time since the last one was
@@ -133,6 +135,11 @@ class Admission:
         if place.requests == 0:
             place.alone = False
         self._admit()
+
+    def hold(self, change: int) -> None:
+        """So many batches more, or fewer, cannot send their rows here: the output has no room for them."""
+        self._count_time()
+        self._held += change
 
     def close(self, server: int) -> None:
         """Send nothing more to a server, until `reopen`."""
@@ -190,7 +197,10 @@ class Admission:
             if not place.open:
                 spent.lost += passed
             elif not self._waiting:
-                spent.starved += passed
+                if self._held:
+                    spent.blocked += passed
+                else:
+                    spent.starved += passed
             elif self._fits(place, self._waiting[0]):
                 spent.blocked += passed
             else:

@@ -1,5 +1,6 @@
 """One batch: all its rows in flight together, each dump into the shard as it comes, the commit record last."""
 
+import contextlib
 import itertools
 import os
 import socket
@@ -7,16 +8,18 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from queue import SimpleQueue
 
 from tasks.dataset.rows import Row
-from tasks.errors import RowError, TransientPrefillError, WriteError
+from tasks.errors import RemoteError, RowError, TransientPrefillError, WriteError
 from tasks.extraction.engine import PrefillEngine
+from tasks.model import ITEMSIZE
 from tasks.server.dumps import Dump
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
-from tasks.store.record import FORMAT, FailedRow, Record, RowRecord, record_path, write_record
-from tasks.store.shard import ShardWriter
+from tasks.store.record import FORMAT, FailedRow, Record, RowRecord, write_record
+from tasks.store.shard import ShardWriter, file_bytes
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,23 @@ def extract_batch(
     """Extract `rows` of a batch into its next shard and commit it.
 
     Rows that cannot be had are named in the record, with the reason and whether a later try may heal them. Raises
-    ServerError if the server is gone (nothing is committed then), LostLockError if another writer has taken the store.
+    ServerError if the server is gone (nothing is committed then), LostLockError if another writer has taken the store,
+    WriteError if the shard or its record could not be written.
     """
+    captured = engine.captured
+    tokens = [len(row.input_ids) for row in rows]
+    size = file_bytes(tokens, len(captured.layers) + 1, captured.hidden_size, ITEMSIZE[captured.dtype])
+    with lock.room(size, engine.held):
+        return _extract(batch, rows, engine, store, fingerprint, lock)
+
+
+def _extract(
+    batch: int, rows: list[Row], engine: PrefillEngine, store: Store, fingerprint: str, lock: WriterLock
+) -> BatchResult:
     started = time.monotonic()
-    part = next(number for number in itertools.count() if not record_path(store, batch, number).exists())
     captured = engine.captured
     metadata = {"format": FORMAT, "fingerprint": fingerprint, "batch": str(batch)}
+    path: Path | None = None
     done: list[RowRecord] = []
     failed: list[FailedRow] = []
     # Longest first: what does not fit or cannot be served shows early, and the batch ends with short rows.
@@ -49,7 +63,9 @@ def extract_batch(
     futures: dict[Future[Dump], Row] = {}
     finished: SimpleQueue[Future[Dump]] = SimpleQueue()
     try:
-        with ShardWriter(store.shard(batch, part), len(rows), captured.dtype, metadata, lock.workspace) as writer:
+        part = lock.next_part(store, batch)
+        path = lock.shard_file(store, batch, part)
+        with ShardWriter(path, len(rows), captured.dtype, metadata, lock.workspace, lock.durable) as writer:
             while True:
                 for row in itertools.islice(waiting, engine.most_waiting - len(futures)):
                     future = engine.submit(row.number, row.input_ids)
@@ -78,12 +94,13 @@ def extract_batch(
             "by": f"{socket.gethostname()}:{os.getpid()}",
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 3),
+            **(lock.deliver(store, path) if shard else {}),
         }
         record = Record(
             fingerprint=fingerprint,
             batch=batch,
             part=part,
-            file=store.shard(batch, part).name if shard else None,
+            file=path.name if shard else None,
             bytes=shard.bytes if shard else 0,
             checksum=shard.checksum if shard else "",
             codec="raw",
@@ -92,12 +109,17 @@ def extract_batch(
             written=written,
         )
         lock.check()  # again: a large shard takes seconds to become durable
-        write_record(store, record, lock.workspace)
-    except OSError as error:
-        lock.check()  # who takes over removes the workspace of the writer before
+        write_record(store, record, lock)
+    except RemoteError as error:
         raise WriteError(
-            f"{store.root} cannot be written: {error.strerror} ({error.filename or store.shard(batch, part)}). What "
-            "was committed stays: make room, and start the same command again."
+            f"{store.root} cannot be written. {error} What was committed stays: start the same command again."
+        ) from error
+    except OSError as error:
+        with contextlib.suppress(RemoteError):
+            lock.check()  # who takes over removes the workspace of the writer before
+        raise WriteError(
+            f"{store.root} cannot be written: {error.strerror} ({error.filename or path}). What was committed stays: "
+            "make room, and start the same command again."
         ) from error
     finally:
         for future in futures:

@@ -193,6 +193,10 @@ class PrefillEngine:
             shares["behind"] = sum(lane.behind_seconds for lane in self._lanes) / self.progress.usage.seconds
         return shares
 
+    def held(self, change: int) -> None:
+        """Batches that wait for room for their shards: `change` more of them. Their rows are not submitted yet."""
+        self._call(self._admission.hold, change)
+
     def count(self, *, rows: int = 0, tokens: int = 0, bytes: int = 0, failed: int = 0, retries: int = 0) -> None:
         """Add to the progress; for any thread."""
         with self._lock:

@@ -48,7 +48,7 @@ from tasks.lineage.client import (
 from tasks.lineage.pages import refresh_training
 from tasks.lineage.sources import HiddenStatesDataset, StoreSource, as_input
 from tasks.state import mlflow_artifacts, mlflow_uri
-from tasks.store.layout import Store, read_extraction
+from tasks.store.layout import read_extraction
 from tasks.store.manifest import check_contents
 
 MODEL_TYPE = "drafter"
@@ -161,7 +161,7 @@ def _datasets(stores: list[str | Path], deep: bool) -> tuple[list[HiddenStatesDa
     datasets, digests = [], []
     for where in stores:
         source = StoreSource(str(Path(str(where)).absolute()) if "://" not in str(where) else str(where))
-        store = Store(source.path)
+        store = source.store
         manifest, extraction = check_contents(store, deep), read_extraction(store)
         assert extraction is not None  # there is no manifest without it
         digests.append(sha256_of(store.manifest))

@@ -39,6 +39,7 @@ from tasks.lineage.client import (
     tracking_uri,
 )
 from tasks.lineage.sources import context_of
+from tasks.storage import is_remote
 from tasks.store.layout import Store
 
 ADVICE = "Is the tracking URI right (--tracking-uri, MLFLOW_TRACKING_URI)?"
@@ -279,8 +280,9 @@ def _drafters_called(client: MlflowClient, reference: str) -> list[Drafter]:
 
 
 def _extractions_called(client: MlflowClient, reference: str) -> list[Run]:
-    path, told = Path(reference).absolute(), ""
-    if path.exists():
+    path: Path | str = reference.rstrip("/") if is_remote(reference) else Path(reference).absolute()
+    told = ""
+    if isinstance(path, Path) and path.exists():
         file = Store(path).manifest if path.is_dir() else path
         digest = sha256_of(file) if file.exists() else None
         if found := digest and _with_digest(client, f"= '{mlflow_digest(digest)}'"):

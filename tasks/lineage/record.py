@@ -49,6 +49,7 @@ from tasks.lineage.client import (
 from tasks.lineage.course import course_of
 from tasks.lineage.pages import refresh_extraction
 from tasks.lineage.sources import FileSource, HiddenStatesDataset, PromptsDataset, StoreSource, as_input
+from tasks.storage import Location, S3Path, as_argument, side_folder
 from tasks.store.attempts import ATTEMPTS, Attempt, read_attempts
 from tasks.store.layout import Store, read_extraction
 from tasks.store.manifest import read_manifest
@@ -71,7 +72,7 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
     extraction, manifest = read_extraction(store), read_manifest(store)
     assert extraction is not None  # there is no manifest without it
     uri = tracking_uri(config.tracking_uri, default_uri)
-    advice = f"The data is complete and verified. When MLflow is back: python -m flows record {store.root}"
+    advice = f"The data is complete and verified. When MLflow is back: python -m flows record {as_argument(store.root)}"
     with connected(uri, advice) as client, _alone(store):
         note, server, digest = _read_note(store), without_secrets(uri), sha256_of(store.manifest)
         known = note["records"].get(server, {})
@@ -167,10 +168,17 @@ def _tags_of(attempts: list[Attempt]) -> dict[str, str]:
 def _log_artifacts(
     client: MlflowClient, run_id: str, store: Store, config: dict[str, Any], attempts: list[Attempt]
 ) -> None:
-    reports = sorted(file for file in store.logs.iterdir() if file.suffix in REPORTS and file.name != NOTE_FILE)
-    for file in (store.extraction, store.manifest, store.ledger, *reports):
-        client.log_artifact(run_id, str(file))
+    paths: list[Location] = sorted(store.logs.iterdir())
+    reports = [path for path in paths if path.suffix in REPORTS and path.name != NOTE_FILE]
     with tempfile.TemporaryDirectory() as name:
+        for file in (store.extraction, store.manifest, store.ledger, *reports):
+            if isinstance(file, S3Path):
+                copy = Path(name, file.name)
+                copy.write_bytes(file.read_bytes())
+                client.log_artifact(run_id, str(copy))
+                copy.unlink()
+            else:
+                client.log_artifact(run_id, str(file))
         made = Path(name)
         (made / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         origins = [attempt.header for attempt in attempts]
@@ -181,7 +189,7 @@ def _log_artifacts(
         (made / ATTEMPTS).mkdir()
         for attempt in attempts:
             (made / ATTEMPTS / attempt.path.name).write_bytes(attempt.path.read_bytes())
-        for log in store.root.parent.glob(f"{store.root.name}.server*.log"):
+        for log in store.beside.parent.glob(f"{store.beside.name}.server*.log"):
             (made / f"{log.name}.tail.txt").write_bytes(_tail(log))
         client.log_artifacts(run_id, name)
 
@@ -218,8 +226,9 @@ def _began(store: Store) -> int:
 @contextlib.contextmanager
 def _alone(store: Store) -> Iterator[None]:
     """One record of a store at a time, on this host."""
-    store.logs.mkdir(exist_ok=True)
-    descriptor = os.open(store.logs / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    folder = store.logs if isinstance(store.logs, Path) else side_folder(store.root)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
         yield

@@ -14,6 +14,7 @@ from mlflow.entities import DatasetInput, InputTag
 
 from tasks.errors import LineageError
 from tasks.lineage.client import mlflow_digest
+from tasks.storage import as_location, is_remote
 from tasks.store.layout import Store
 from tasks.store.manifest import check_contents
 from tasks.store.shard import AUX, IDS, LAST, MASK
@@ -62,9 +63,14 @@ class FileSource(DatasetSource):
 class StoreSource(FileSource):
     """A store of hidden states."""
 
+    @property
+    def store(self) -> Store:
+        """The store where it lies, in a bucket too. Raises LineageError if it is on another machine."""
+        return Store(as_location(self.uri) if is_remote(self.uri) else self.path)
+
     def load(self) -> Store:
         """The store, if it is what its manifest says; raises StoreError if not."""
-        store = Store(self.path)
+        store = self.store
         check_contents(store)
         return store
 

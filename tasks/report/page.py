@@ -9,6 +9,7 @@ import numpy as np
 from tasks.files import human_bytes, human_seconds, write_atomic
 from tasks.report.charts import bars, length_histogram, spark
 from tasks.report.facts import Facts, gather
+from tasks.storage import Location
 from tasks.store.layout import Store
 
 REPORT = "report.html"  # in the store's logs
@@ -23,11 +24,11 @@ TEMPLATES = jinja2.Environment(
 TEMPLATES.filters |= {"bytes": human_bytes, "seconds": human_seconds, "number": lambda value: f"{value:,}"}
 
 
-def report_path(store: Store) -> Path:
+def report_path(store: Store) -> Location:
     return store.logs / REPORT
 
 
-def write_report(store: Store) -> Path | None:
+def write_report(store: Store) -> Location | None:
     """Write the report of a store that was verified; returns its path, or None if it never was."""
     facts = gather(store)
     if facts is None:

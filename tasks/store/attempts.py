@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol
 
+from tasks.files import append_line
 from tasks.machine import machine_figures
+from tasks.storage import Location
 from tasks.store.layout import Store
 
 ATTEMPTS = "attempts"  # in the store's logs
@@ -42,7 +43,7 @@ class Counts(Protocol):
 class Attempt:
     """One run's file."""
 
-    path: Path
+    path: Location
     header: dict[str, Any]
     """`at`, `origin` (what ran) and `there`: rows that were in the store before it."""
 
@@ -60,7 +61,8 @@ class Attempt:
 def read_attempts(store: Store) -> list[Attempt]:
     """The runs in the order in which they began; a file without a whole first line does not count."""
     attempts = []
-    for path in sorted((store.logs / ATTEMPTS).glob("*.jsonl")):
+    paths: list[Location] = sorted((store.logs / ATTEMPTS).glob("*.jsonl"))
+    for path in paths:
         with path.open() as file:
             try:
                 attempts.append(Attempt(path, json.loads(file.readline())))
@@ -105,7 +107,6 @@ class Sampler:
     def _append(self, value: dict[str, Any]) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps(value) + "\n")
+            append_line(self.path, json.dumps(value))
         except OSError as error:  # a full disk has its own error where the shards are written
             logger.debug("a sample could not be kept: %s", error)

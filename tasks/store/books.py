@@ -1,16 +1,17 @@
 """The books: what became of every row of the plan, by the commit records."""
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from tasks.dataset.plan import ACTIONS, SKIP, TRUNCATE, Plan
-from tasks.files import sha256_of, sha256_of_json, write_parquet
+from tasks.files import sha256_of_json, write_parquet
+from tasks.storage import Location
 from tasks.store.layout import Store
-from tasks.store.record import Record, RowRecords, record_path
+from tasks.store.record import Record, RowRecords, record_name, record_paths, with_contents
 
 DONE, TRUNCATED, SKIPPED, FAILED = "done", "truncated", "skipped", "failed"
 STATES = (DONE, TRUNCATED, SKIPPED, FAILED)
@@ -101,7 +102,7 @@ def balance(plan: Plan, records: Iterable[Record]) -> Books:
         codes[row], why[row] = CODES[SKIPPED], plan.reason[row]
     for record in records:
         name = f"{record.batch:06d}.{record.part}"
-        file_name = record_path(Store(Path()), record.batch, record.part).name
+        file_name = record_name(record.batch, record.part)
         stored = RowRecords.of(record.rows).numbers.tolist()
         listed = stored + [row.row for row in record.failed]
         if strange := [row for row in listed if not 0 <= row < len(plan) or plan.batch[row] != record.batch]:
@@ -137,7 +138,7 @@ def balance(plan: Plan, records: Iterable[Record]) -> Books:
     return Books(codes, why, shards, files, frozenset(final), problems)
 
 
-def write_ledger(path: Path, plan: Plan, books: Books) -> None:
+def write_ledger(path: Location, plan: Plan, books: Books) -> None:
     """Write a line a row as Parquet, atomically."""
     table = pa.table(
         {
@@ -159,5 +160,6 @@ def write_ledger(path: Path, plan: Plan, books: Books) -> None:
 
 def records_digest(store: Store, records: list[Record]) -> str:
     """SHA-256 over all commit records: another one where any row was extracted anew."""
-    files = [record_path(store, record.batch, record.part) for record in records]
-    return sha256_of_json({file.name: sha256_of(file) for file in files})
+    names = {record_name(record.batch, record.part) for record in records}
+    files = [path for path in record_paths(store) if path.name in names]
+    return sha256_of_json({path.name: hashlib.sha256(data).hexdigest() for path, data in with_contents(files)})

@@ -3,13 +3,14 @@
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from tasks.errors import StoreError
 from tasks.files import checksum_of, human_bytes
+from tasks.storage import Location
 from tasks.store.layout import Store
-from tasks.store.record import Record, in_order, read_whole_record, record_path, record_paths
+from tasks.store.record import Record, in_order, parse_record, record_path, record_paths, with_contents
 
 THREADS = 8  # that read shards; the hash and the reads run outside the interpreter's lock
 SHOW_EVERY = 15.0  # seconds between two lines about how far the checksums are
@@ -23,7 +24,7 @@ class Inspection:
     """Their shard is there, of the recorded size and, where that was asked for, with the recorded checksum."""
     damaged: list[Record]
     """Their shard is not."""
-    unfinished: list[Path]
+    unfinished: list[Location]
     """Records of which only a part was written."""
 
     def same_files(self, other: "Inspection") -> bool:
@@ -31,7 +32,7 @@ class Inspection:
         mine, others = (in_order([*one.records, *one.damaged]) for one in (self, other))
         return mine == others and self.unfinished == other.unfinished
 
-    def useless_files(self, store: Store) -> list[Path]:
+    def useless_files(self, store: Store) -> list[Location]:
         """Shards that no record counts: damaged, or never committed."""
         kept = {record.file for record in self.records}
         return [path for path in store.shards.glob("[0-9]*.safetensors") if path.name not in kept]
@@ -54,9 +55,10 @@ def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspect
     """
     records: list[Record] = []
     damaged: list[Record] = []
-    unfinished: list[Path] = []
-    for path in record_paths(store):
-        record = read_whole_record(path)
+    unfinished: list[Location] = []
+    sizes = shard_sizes(store)
+    for path, data in with_contents(record_paths(store)):
+        record = parse_record(path, data)
         if record is None:
             unfinished.append(path)
         elif record.fingerprint != fingerprint:
@@ -65,11 +67,21 @@ def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspect
                 "Move it out of the store."
             )
         else:
-            (records if _has_size(store, record) else damaged).append(record)
+            there = record.file is None or sizes.get(record.file) == record.bytes
+            (records if there else damaged).append(record)
     if deep and (spoiled := _with_other_checksum(store, records)):
         damaged += spoiled
         records = [record for record in records if record not in spoiled]
     return Inspection(in_order(records), in_order(damaged), unfinished)
+
+
+def shard_sizes(store: Store) -> dict[str, int]:
+    """Bytes of each shard's file, by name."""
+    sizes = {}
+    for path in store.shards.glob("[0-9]*.safetensors"):
+        with suppress(FileNotFoundError):  # removed by another run since it was listed
+            sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def remove_remains(store: Store, inspection: Inspection) -> None:
@@ -86,13 +98,6 @@ def remove_remains(store: Store, inspection: Inspection) -> None:
     for folder in (store.root, store.shards):
         for path in folder.glob(".*.tmp"):
             path.unlink()
-
-
-def _has_size(store: Store, record: Record) -> bool:
-    try:
-        return record.file is None or (store.shards / record.file).stat().st_size == record.bytes
-    except FileNotFoundError:
-        return False
 
 
 def _with_other_checksum(store: Store, records: list[Record]) -> list[Record]:

@@ -7,49 +7,60 @@ from typing import Any
 
 from tasks.errors import OutputError, StoreError
 from tasks.files import sha256_of_json, write_json
+from tasks.storage import Location, side_folder
 
 
 @dataclass(frozen=True)
 class Store:
-    """A store's directory. Names only: opening one reads and writes nothing."""
+    """A store's directory or prefix. Names only: opening one reads and writes nothing."""
 
-    root: Path
+    root: Location
 
     @property
-    def extraction(self) -> Path:
+    def extraction(self) -> Location:
         """The fingerprint and its parts."""
         return self.root / "extraction.json"
 
     @property
-    def plan(self) -> Path:
+    def plan(self) -> Location:
         return self.root / "plan.parquet"
 
     @property
-    def shards(self) -> Path:
+    def shards(self) -> Location:
         return self.root / "shards"
 
     @property
-    def ledger(self) -> Path:
+    def ledger(self) -> Location:
         """What became of each row; written by verify."""
         return self.root / "ledger.parquet"
 
     @property
-    def manifest(self) -> Path:
+    def manifest(self) -> Location:
         """Totals and digests; written last by verify: its presence says that the store is complete."""
         return self.root / "manifest.json"
 
     @property
-    def logs(self) -> Path:
+    def logs(self) -> Location:
         """What runs leave beside the data: probe and re-extraction reports, figures of each run, the MLflow id."""
         return self.root / "logs"
 
     @property
-    def lock(self) -> Path:
+    def beside(self) -> Path:
+        """A local name that logs of servers begin with: they are no part of the store."""
+        return self.root if isinstance(self.root, Path) else side_folder(self.root) / self.root.name
+
+    @property
+    def lock(self) -> Location:
         return self.root / "lock.json"
 
-    def shard(self, batch: int, part: int) -> Path:
+    def shard(self, batch: int, part: int) -> Location:
         """A batch's shard. Parts after 0 hold rows of the batch that an earlier part does not."""
-        return self.shards / (f"{batch:06d}.safetensors" if part == 0 else f"{batch:06d}.{part}.safetensors")
+        return self.shards / f"{shard_stem(batch, part)}.safetensors"
+
+
+def shard_stem(batch: int, part: int) -> str:
+    """The name that a shard and its commit record share, without what follows it."""
+    return f"{batch:06d}" if part == 0 else f"{batch:06d}.{part}"
 
 
 def fingerprint_of(parts: dict[str, Any]) -> str:
@@ -99,7 +110,7 @@ def check_owner(store: Store, parts: dict[str, Any]) -> bool:
     )
 
 
-def _is_ours(path: Path, store: Store) -> bool:
+def _is_ours(path: Location, store: Store) -> bool:
     """Whether a run that died before it had a store can have left this file."""
     return path.name.startswith(store.lock.name) or (path.name.startswith(".") and path.name.endswith(".tmp"))
 

@@ -9,7 +9,9 @@ heartbeat too. Who takes over removes the workspaces of all others before anythi
 theirs can succeed, at whatever point they were paused.
 """
 
+import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -17,12 +19,17 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tasks.errors import LostLockError, OutputError
+from tasks.files import write_atomic
 from tasks.processes import identity, is_dead
+from tasks.storage import Location
+from tasks.store.layout import Store
+from tasks.store.record import record_path
 
 HEARTBEAT = 15.0  # seconds between two signs of life
 # Seconds without one after which an owner elsewhere counts as dead: more than a heartbeat and the 60 s for which an NFS
@@ -36,12 +43,20 @@ logger = logging.getLogger(__name__)
 
 
 class WriterLock:
-    """Held while a run writes to a store. `check` raises once the lock is lost, so that nothing more is committed."""
+    """Held while a run writes to a store. `check` raises once the lock is lost, so that nothing more is committed.
 
-    def __init__(self, path: Path):
+    This one is of a local store; `writer_lock` takes the right one. What a writer may do is here, too: shards and
+    records get to their places by `shard_file`, `room`, `deliver` and `write`.
+    """
+
+    durable: ClassVar[bool] = True
+    """Whether a shard is on the disk before it is delivered."""
+
+    def __init__(self, path: Any):
+        """path: of the lock's file, a Path."""
         self.path = path
         self.owner = uuid.uuid4().hex
-        self.workspace = path.with_name(f"{path.name}.{self.owner}.work")
+        self.workspace: Path = self._workspace()
         """Where files of this writer lie until a rename gives them their final names; there while the lock is held."""
         self._content: dict[str, Any] = {
             "owner": self.owner,
@@ -76,6 +91,35 @@ class WriterLock:
         if not self.workspace.is_dir() or _owner_of(self.path) != self.owner:
             raise LostLockError(f"{self.path.parent} was taken over by another writer; this run commits nothing more.")
 
+    def next_part(self, store: Store, batch: int) -> int:
+        """The number of the batch's next shard."""
+        return next(number for number in itertools.count() if not record_path(store, batch, number).exists())
+
+    def shard_file(self, store: Store, batch: int, part: int) -> Path:
+        """The local file that a shard is written to, its final name if the store is local."""
+        path = store.shard(batch, part)
+        assert isinstance(path, Path)
+        return path
+
+    def room(self, size: int, held: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
+        """Wait until there is room for a shard's file, and keep it for the time of the context.
+
+        held: told +1 when the waiting begins and -1 when it ends. A local store needs none: preflight has measured it.
+        """
+        return contextlib.nullcontext()
+
+    def deliver(self, store: Store, path: Path) -> dict[str, Any]:
+        """Bring a finished shard from `shard_file` to its place; returns what its record says of that."""
+        return {}
+
+    def write(self, path: Location, data: bytes) -> None:
+        """Write a small file whole, or nothing once the lock is lost."""
+        write_atomic(path, data, self.workspace)
+
+    def _workspace(self) -> Path:
+        workspace: Path = self.path.with_name(f"{self.path.name}.{self.owner}.work")
+        return workspace
+
     def _create(self) -> bool:
         """Put a lock with all its content in place, unless there is one."""
         draft = self.path.with_name(f"{self.path.name}.{self.owner}.new")
@@ -94,14 +138,14 @@ class WriterLock:
 
     def _remove_dead_lock(self) -> None:
         """Take the present lock out of the way if its owner is dead; raises OutputError if it lives."""
-        found = _read(self.path)
+        found = read_lock(self.path)
         if found is None or not self._is_abandoned(found):
             return
         # Of two that find a dead owner, one moves its lock aside first; the other one's rename fails.
         aside = self.path.with_name(f"{self.path.name}.{self.owner}.old")
         try:
             os.rename(self.path, aside)
-            if _read(aside) == found:
+            if read_lock(aside) == found:
                 logger.warning("taking over %s from a writer that died", self.path.parent)
             else:  # the other one was faster, and this is its new lock: put it back
                 os.link(aside, self.path)
@@ -112,7 +156,7 @@ class WriterLock:
 
     def _is_abandoned(self, found: bytes) -> bool:
         """Whether the owner of the lock with this content is dead; False if the lock became another one meanwhile."""
-        owner = _parse(found)
+        owner = parse_lock(found)
         dead = is_dead(owner) if owner else None
         if dead is None:
             logger.warning(
@@ -122,7 +166,7 @@ class WriterLock:
             changed = self._wait_for_change(found)
             if changed == found:
                 return True
-            after = _parse(changed) if changed else None
+            after = parse_lock(changed) if changed else None
             if owner is None or after is None or after["owner"] != owner["owner"]:
                 return False
         elif dead:
@@ -135,7 +179,7 @@ class WriterLock:
     def _wait_for_change(self, found: bytes) -> bytes | None:
         """What the lock is after STALE seconds, or as soon as it is not `found` any more."""
         deadline = time.monotonic() + STALE
-        while (now := _read(self.path)) == found and time.monotonic() < deadline:
+        while (now := read_lock(self.path)) == found and time.monotonic() < deadline:
             time.sleep(LOOK)
         return now
 
@@ -171,17 +215,21 @@ class WriterLock:
         while not self._stop.wait(HEARTBEAT):
             beat += 1
             try:
-                self.check()
-                draft = self.workspace / self.path.name
-                draft.write_text(self._text(beat))
-                os.replace(draft, self.path)
+                self._renew(self._text(beat))
             except LostLockError:
                 return
             except OSError as error:
                 logger.warning("the heartbeat of %s failed: %s", self.path, error)
 
+    def _renew(self, text: str) -> None:
+        """Give a sign of life. Raises LostLockError."""
+        self.check()
+        draft = self.workspace / self.path.name
+        draft.write_text(text)
+        os.replace(draft, self.path)
 
-def _read(path: Path) -> bytes | None:
+
+def read_lock(path: Location) -> bytes | None:
     """The bytes of a lock; None if there is none at this moment."""
     try:
         return path.read_bytes()
@@ -193,7 +241,7 @@ def _read(path: Path) -> bytes | None:
         raise
 
 
-def _parse(content: bytes) -> dict[str, Any] | None:
+def parse_lock(content: bytes) -> dict[str, Any] | None:
     """What a lock says; None if it is not one of ours."""
     try:
         value = json.loads(content)
@@ -208,11 +256,11 @@ def _name(owner: dict[str, Any] | None) -> str:
     return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
 
 
-def _owner_of(path: Path) -> str | None:
+def _owner_of(path: Location) -> str | None:
     """Who holds the lock; None where nobody does, also not a moment later: a take-over that fails puts it back."""
     for pause in (0.05, 0.2, None):
-        if (content := _read(path)) is not None:
-            owner = _parse(content)
+        if (content := read_lock(path)) is not None:
+            owner = parse_lock(content)
             return owner["owner"] if owner else None
         if pause is not None:
             time.sleep(pause)

@@ -6,6 +6,7 @@ from typing import Any
 from tasks.errors import StoreError
 from tasks.files import checksum_of
 from tasks.store.books import records_digest
+from tasks.store.inspection import shard_sizes
 from tasks.store.layout import Store
 from tasks.store.record import Record, read_records
 
@@ -21,19 +22,18 @@ def check_contents(store: Store, deep: bool = False) -> dict[str, Any]:
     Raises StoreError naming the first shard that is not, or as `read_manifest`.
     """
     manifest, records = _with_records(store)
+    sizes = shard_sizes(store)
     for record in records:
         if record.file is None:
             continue
-        path = store.shards / record.file
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise StoreError(f"{store.root} is not what its manifest says: {record.file} is gone ({error}).") from error
+        size = sizes.get(record.file)
+        if size is None:
+            raise StoreError(f"{store.root} is not what its manifest says: {record.file} is gone.")
         if size != record.bytes:
             raise StoreError(
                 f"{store.root} is not what its manifest says: {record.file} has {size} bytes, not {record.bytes}."
             )
-        if deep and (actual := checksum_of(path)) != record.checksum:
+        if deep and (actual := checksum_of(store.shards / record.file)) != record.checksum:
             raise StoreError(
                 f"{store.root} is not what its manifest says: {record.file} has the checksum {actual}, not "
                 f"{record.checksum}."

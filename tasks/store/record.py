@@ -1,17 +1,21 @@
 """Commit records: the JSON file beside a shard that says what it holds. A shard without one does not exist."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import orjson
 
 from tasks.errors import StoreError
 from tasks.files import write_atomic
-from tasks.store.layout import Store
+from tasks.storage import Location, read_all
+from tasks.store.layout import Store, shard_stem
+
+if TYPE_CHECKING:
+    from tasks.store.lock import WriterLock
 
 FORMAT = "drillcore.shard/1"
 
@@ -107,7 +111,7 @@ class Record:
     batch: int
     part: int
     file: str | None
-    """Name of the shard; None where every row failed."""
+    """Name of the shard: that of the record, in a bucket with its writer's mark; None where every row failed."""
     bytes: int
     checksum: str
     """XXH3-128 of the shard, hexadecimal."""
@@ -125,40 +129,65 @@ class Record:
         return int(RowRecords.of(self.rows).tokens.sum(dtype=np.int64))
 
 
-def record_path(store: Store, batch: int, part: int) -> Path:
-    return store.shard(batch, part).with_suffix(".json")
+def record_name(batch: int, part: int) -> str:
+    return f"{shard_stem(batch, part)}.json"
 
 
-def record_paths(store: Store) -> list[Path]:
+def record_path(store: Store, batch: int, part: int) -> Location:
+    return store.shards / record_name(batch, part)
+
+
+def record_paths(store: Store) -> list[Location]:
     """All commit records, by name."""
     return sorted(store.shards.glob("[0-9]*.json"))
 
 
-def write_record(store: Store, record: Record, workspace: Path | None = None) -> None:
-    """Commit a shard that lies under its final name already; workspace: the writer's, see WriterLock."""
-    value = {"format": FORMAT, **vars(record), "rows": list(record.rows)}
-    write_atomic(record_path(store, record.batch, record.part), orjson.dumps(value) + b"\n", workspace)
+def write_record(store: Store, record: Record, lock: "WriterLock | None" = None) -> None:
+    """Commit a shard that lies under its final name already; lock: the writer's."""
+    path = record_path(store, record.batch, record.part)
+    data = orjson.dumps({"format": FORMAT, **vars(record), "rows": list(record.rows)}) + b"\n"
+    if lock is None:
+        write_atomic(path, data)
+    else:
+        lock.write(path, data)
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Location) -> Record:
     """Raises StoreError if the record is damaged, or is not the one that its name says."""
-    record = read_whole_record(path)
+    return _whole(path, read_whole_record(path))
+
+
+def _whole(path: Location, record: Record | None) -> Record:
     if record is None:
         raise StoreError(f"The commit record {path} is damaged: it is no JSON. `extract` extracts its rows again.")
     return record
 
 
-def read_whole_record(path: Path) -> Record | None:
-    """The record, or None if only a part of it was ever written. Raises StoreError if it is damaged otherwise.
+def read_whole_record(path: Location) -> Record | None:
+    """The record, or None if only a part of it was ever written. Raises StoreError if it is damaged otherwise."""
+    try:
+        return parse_record(path, path.read_bytes())
+    except OSError as error:
+        raise StoreError(f"The commit record {path} cannot be read: {error.strerror}.") from error
+
+
+def with_contents(paths: list[Location]) -> Iterator[tuple[Location, bytes]]:
+    """Each path with what it holds, in order; from a bucket, several are read at a time. Raises StoreError."""
+    try:
+        yield from zip(paths, read_all(paths), strict=True)
+    except OSError as error:
+        raise StoreError(f"A commit record cannot be read: {error.strerror} ({error.filename or paths[0]}).") from error
+
+
+def parse_record(path: Location, data: bytes) -> Record | None:
+    """What a commit record holds, as read_whole_record; path: where it was read.
 
     What is complete and still wrong was made by another version or by hand: a person must decide.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
     except ValueError:
         return None
-    except OSError as error:
-        raise StoreError(f"The commit record {path} cannot be read: {error.strerror}.") from error
     try:
         if value.pop("format") != FORMAT:
             raise ValueError(f"not of the format {FORMAT}")
@@ -166,8 +195,9 @@ def read_whole_record(path: Path) -> Record | None:
         value["failed"] = [FailedRow(**row) for row in value["failed"]]
         value["withdrawn"] = [WithdrawnRow(**row) for row in value.get("withdrawn", [])]
         record = Record(**value)
-        shard = Store(path.parents[1]).shard(record.batch, record.part).name
-        if shard != path.with_suffix(".safetensors").name or record.file not in (None, shard):
+        stem = shard_stem(record.batch, record.part)
+        shard = re.compile(rf"{re.escape(stem)}(-[0-9a-f]{{8}})?\.safetensors")
+        if path.name != f"{stem}.json" or not (record.file is None or shard.fullmatch(record.file)):
             raise ValueError(f"it is that of batch {record.batch}, part {record.part}, in {record.file}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
@@ -178,7 +208,7 @@ def read_whole_record(path: Path) -> Record | None:
 
 def read_records(store: Store) -> list[Record]:
     """All commit records by batch and part, the state of the store. Raises StoreError for a damaged one."""
-    return in_order([read_record(path) for path in record_paths(store)])
+    return in_order([_whole(path, parse_record(path, data)) for path, data in with_contents(record_paths(store))])
 
 
 def in_order(records: list[Record]) -> list[Record]:

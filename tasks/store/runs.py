@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from tasks.files import append_line
 from tasks.store.layout import Store
 
 RUNS = "runs.jsonl"  # in the store's logs
@@ -10,8 +11,7 @@ RUNS = "runs.jsonl"  # in the store's logs
 
 def add_run(store: Store, figures: dict[str, Any]) -> None:
     """Append one run's figures."""
-    with (store.logs / RUNS).open("a") as file:
-        file.write(json.dumps(figures) + "\n")
+    append_line(store.logs / RUNS, json.dumps(figures))
 
 
 def read_runs(store: Store) -> list[dict[str, Any]]:

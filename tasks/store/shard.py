@@ -35,6 +35,16 @@ def tensor_name(row: int, tensor: str) -> str:
     return f"r{row:06d}.{tensor}"
 
 
+def file_bytes(tokens: list[int], states: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of a shard with rows of so many tokens each."""
+    return 8 + header_room(len(tokens)) + sum(row_bytes(each, states, hidden_size, itemsize) for each in tokens)
+
+
+def header_room(rows: int) -> int:
+    """Bytes that are kept for the header of so many rows."""
+    return (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8
+
+
 def row_bytes(tokens: int, states: int, hidden_size: int, itemsize: int) -> int:
     """Bytes of a row's tensors: `states` hidden states, ids (int32) and mask (uint8)."""
     return tokens * (states * hidden_size * itemsize + 4 + 1)
@@ -43,13 +53,25 @@ def row_bytes(tokens: int, states: int, hidden_size: int, itemsize: int) -> int:
 class ShardWriter:
     """One shard on its way. Use as a context manager: what is not finished is removed."""
 
-    def __init__(self, path: Path, rows: int, dtype: str, metadata: dict[str, str], workspace: Path | None = None):
-        """path: the final name; rows: how many may be added at most; dtype: of the states; workspace: the writer's."""
+    def __init__(
+        self,
+        path: Path,
+        rows: int,
+        dtype: str,
+        metadata: dict[str, str],
+        workspace: Path | None = None,
+        durable: bool = True,
+    ):
+        """path: the final name; rows: how many may be added at most; dtype: of the states; workspace: the writer's.
+
+        durable: have it on the disk before it gets its name; no, where it is sent elsewhere at once.
+        """
         self.path = path
         self.temporary = temporary_for(path, workspace)
         self.dtype = DTYPES[dtype]
         self.itemsize = ITEMSIZE[dtype]
-        self.room = (1024 + rows * 4 * ENTRY_BYTES + 7) // 8 * 8
+        self.room = header_room(rows)
+        self.durable = durable
         self.header = [f'"__metadata__":{json.dumps(metadata)}']  # entries as text: objects take five times as much
         self.end = 0  # of the data written so far, counted from the end of the header
         self.begun = 0  # up to here the writing to the disk has begun
@@ -81,7 +103,9 @@ class ShardWriter:
             raise AssertionError(f"the header needs {len(text)} bytes, {self.room} were kept")
         head = self.room.to_bytes(8, "little") + text.ljust(self.room)
         _write_at(self.file.fileno(), memoryview(head), 0)
-        if self.end <= WRITE_BACK:  # too little to be worth a thread
+        if not self.durable:
+            checksum = checksum_of(self.temporary)
+        elif self.end <= WRITE_BACK:  # too little to be worth a thread
             os.fsync(self.file.fileno())
             checksum = checksum_of(self.temporary)
         else:
@@ -92,7 +116,8 @@ class ShardWriter:
         written = WrittenShard(8 + self.room + self.end, checksum)
         self.file.close()
         os.replace(self.temporary, self.path)
-        sync_directory(self.path.parent)
+        if self.durable:
+            sync_directory(self.path.parent)
         return written
 
     def _append_small(self, tensor: str, dtype: str, rows: list[np.ndarray]) -> None:
@@ -110,7 +135,7 @@ class ShardWriter:
 
     def _write(self, data: np.ndarray, start: int) -> None:
         _write_at(self.file.fileno(), data.data.cast("B"), 8 + self.room + start)
-        if self.end - self.begun >= WRITE_BACK:
+        if self.durable and self.end - self.begun >= WRITE_BACK:
             # Of pages that nobody has written to the disk yet, this begins the writing, and does not wait for it.
             os.posix_fadvise(
                 self.file.fileno(), 8 + self.room + self.begun, self.end - self.begun, os.POSIX_FADV_DONTNEED

@@ -1,11 +1,11 @@
 """What a verification has read so far, so that one that was killed goes on where it was: a line of JSON a shard.
 
-A line counts while shard and record are the same files (size, times, inode), for KEPT seconds, until a verification
-passes: the one after that reads everything again, since time damages files without touching their dates.
+A line counts while shard and record are the same (files: size, times, inode; objects: size, time, ETag), for KEPT
+seconds, until a verification passes: the one after that reads everything again, since time damages files without
+touching their dates.
 """
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +14,8 @@ import numpy as np
 import orjson
 
 from tasks.files import sha256_of_json
+from tasks.storage import Location, side_folder
+from tasks.storage.s3path import ObjectFacts
 from tasks.store.layout import Store
 from tasks.store.record import Record, record_path
 from tasks.verification.findings import Problem
@@ -29,7 +31,7 @@ class KeptChecks:
 
     def __init__(self, store: Store, context: dict[str, str], fresh: bool):
         """context: what the checks depend on beside the files. fresh: forget what is there."""
-        self.path = store.logs / FILE
+        self.path = _file(store)
         self.store = store
         self.context = sha256_of_json({"version": VERSION, **context})
         self.found: dict[str, int] = {}
@@ -38,7 +40,7 @@ class KeptChecks:
         self.file: BinaryIO
 
     def __enter__(self) -> "KeptChecks":
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.fresh:
             forget(self.store)
         self.file = self.path.open("ab+")
@@ -91,12 +93,19 @@ class KeptChecks:
 
 def forget(store: Store) -> None:
     """A verification passed: the next one reads everything."""
-    (store.logs / FILE).unlink(missing_ok=True)
+    _file(store).unlink(missing_ok=True)
 
 
-def _facts(path: Path) -> list[Any]:
+def _file(store: Store) -> Path:
+    """In the store's logs, or on this machine where the store lies in a bucket: it is added to all the time."""
+    return store.logs / FILE if isinstance(store.logs, Path) else side_folder(store.root) / FILE
+
+
+def _facts(path: Location) -> list[Any]:
     try:
-        facts = os.stat(path)
+        facts = path.stat()
     except OSError:
         return []
+    if isinstance(facts, ObjectFacts):
+        return [facts.st_size, facts.st_mtime, facts.etag]
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]

@@ -49,7 +49,7 @@ def withdraw(store: Store, problems: list[Problem], lock: WriterLock) -> Repair:
         if keep and not any(problem.mend == "shard" for problem in found):
             gone = [WithdrawnRow(row.row, bad[row.row]) for row in record.rows if row.row in bad]
             record_now = replace(record, rows=keep, withdrawn=[*record.withdrawn, *gone])
-            write_record(store, record_now, lock.workspace)
+            write_record(store, record_now, lock)
             rows |= bad.keys()
         else:
             _withdraw_shard(store, record, name, lock)
@@ -62,7 +62,7 @@ def _withdraw_shard(store: Store, record: Record, name: str, lock: WriterLock) -
     """The record first: a shard without one does not exist. What it says of failed rows stays."""
     if record.failed:
         empty = replace(record, file=None, bytes=0, checksum="", rows=[], withdrawn=[])
-        write_record(store, empty, lock.workspace)
+        write_record(store, empty, lock)
     else:
         (store.shards / name).unlink()
     if record.file is not None:

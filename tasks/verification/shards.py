@@ -14,6 +14,7 @@ import xxhash
 
 from tasks.dataset.plan import Plan
 from tasks.dataset.rows import Row, read_planned
+from tasks.storage import Location
 from tasks.store.layout import Store
 from tasks.store.record import Record, RowRecord, RowRecords, record_path
 from tasks.store.shard import AUX, DTYPES, IDS, LAST, MASK, tensor_name
@@ -102,7 +103,7 @@ class ShardReader:
             text = f"{record.file} cannot be read: {error.strerror}"
         return Checked(name, record.bytes, [Problem("bytes", text, name, mend="shard")], self._figures({}, {}, {}))
 
-    def _check_file(self, path: Path, record: Record, name: str) -> Checked:
+    def _check_file(self, path: Location, record: Record, name: str) -> Checked:
         size = path.stat().st_size
         if size != record.bytes:
             raise _Damaged(f"has {size} bytes, the record says {record.bytes}")

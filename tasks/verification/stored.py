@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from tasks.store.layout import Store
 from tasks.store.record import Record, RowRecords, record_path
 from tasks.store.shard import AUX, LAST, tensor_name
+from tasks.store.tensors import open_shard
 
 NOWHERE = -1
 
@@ -57,13 +57,13 @@ class StoredStates:
     def at(self, record: Record, row: int, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """float32 [states, tokens, hidden]: aux layers in order, then the final state; only these are read."""
         where = torch.as_tensor(tokens, dtype=torch.long)  # of an empty list it would make float32
-        with safe_open(self.store.shards / str(record.file), framework="pt") as shard:
+        with open_shard(self.store.shards / str(record.file)) as shard:
             aux, last = (shard.get_tensor(tensor_name(row, name)) for name in (AUX, LAST))
             chosen, final = aux[where].float(), last[where].float()
         return torch.stack([*chosen.unflatten(-1, (-1, final.shape[-1])).unbind(1), final])
 
     def whole(self, record: Record, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """aux [tokens, layers * hidden] and last [tokens, hidden], as they are stored."""
-        with safe_open(self.store.shards / str(record.file), framework="pt") as shard:
+        with open_shard(self.store.shards / str(record.file)) as shard:
             aux, last = (shard.get_tensor(tensor_name(row, name)) for name in (AUX, LAST))
         return aux, last

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.preflight import SPARE
 from tasks.steps import RETRY_DELAYS
+from tasks.storage.spool import SPARE
 from tasks.store.layout import Store
 from tests.faults.drill import Ballast, Site, hashes, small_disk, wait_for_commits, wait_until
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 
 from tasks.config import ExtractConfig, parse_config
 from tasks.dataset.rows import Row, read_planned
@@ -18,10 +17,11 @@ from tasks.extraction.engine import PrefillEngine
 from tasks.preflight import Preflight, open_output, run_preflight, staging_limit
 from tasks.server.facts import ServerFacts, check_server
 from tasks.server.launch import ManagedServer
+from tasks.store.bucket_lock import writer_lock
 from tasks.store.layout import Store
-from tasks.store.lock import WriterLock
 from tasks.store.record import read_records
 from tasks.store.shard import AUX, LAST, tensor_name
+from tasks.store.tensors import open_shard
 
 CPU_ARGUMENTS = ["--max-total-tokens", "32768", "--mem-fraction-static", "0.5"]
 
@@ -78,12 +78,12 @@ class Serving:
         with PrefillEngine([self.server], self.preflight.captured, settings, staging_limit(config)) as engine:
             yield engine
 
-    def extract(self, output: Path, **limits: int) -> Store:
-        """Extract every row into a store at `output`."""
+    def extract(self, output: Path | str, **limits: int) -> Store:
+        """Extract every row into a store at `output`, a directory or s3://."""
         config = self.preflight.config
         config = config.model_copy(update={"output": config.output.model_copy(update={"path": output})})
         preflight = run_preflight(config)
-        with WriterLock(preflight.store.lock) as lock, self.engine(**limits) as engine:
+        with writer_lock(preflight.store) as lock, self.engine(**limits) as engine:
             open_output(preflight)
             rows = {row.number: row for row in self.rows()}
             for batch, numbers in preflight.missing.items():
@@ -111,7 +111,7 @@ def serving(config: ExtractConfig, log: Path) -> Iterator[Serving]:
 def stored_states(store: Store) -> Iterator[tuple[int, torch.Tensor]]:
     """(row, float32 [layers + 1, tokens, hidden]) of every row of a store."""
     for record in read_records(store):
-        with safe_open(store.shards / str(record.file), framework="pt") as shard:
+        with open_shard(store.shards / str(record.file)) as shard:
             for row in record.rows:
                 aux, last = (shard.get_tensor(tensor_name(row.row, name)).float() for name in (AUX, LAST))
                 yield row.row, torch.stack([*aux.unflatten(-1, (-1, last.shape[-1])).unbind(1), last])

@@ -302,3 +302,23 @@ def test_the_time_is_accounted_for_from_the_first_row_to_the_last() -> None:
         assert shares["tokens"] == pytest.approx((30 + 480) / 31)
 
     asyncio.run(scenario())
+
+
+def test_time_in_which_batches_wait_for_room_in_the_output_is_not_called_room_for_more() -> None:
+    now = 0.0
+
+    async def scenario() -> None:
+        nonlocal now
+        admission = Admission(Load(2, 100, 100), clock=lambda: now)
+        await admission.enter(Load(1, 10, 10))
+        now += 1  # nobody waits
+        admission.hold(1)
+        now += 2  # a batch has no room for its shard
+        admission.hold(1)
+        now += 4
+        admission.hold(-2)
+        now += 8
+        await admission.enter(Load(1, 10, 10))
+        assert (admission.usage.starved, admission.usage.blocked) == (9, 6)
+
+    asyncio.run(scenario())

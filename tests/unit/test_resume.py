@@ -2,96 +2,33 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from tasks.config import ExtractConfig, parse_config
 from tasks.dataset.plan import load_plan, save_plan
 from tasks.dataset.rows import read_planned
 from tasks.errors import ExtractionError, LostLockError, OutputError, StoreError, WriteError
 from tasks.extraction import engine as engine_module
 from tasks.extraction.batch import extract_batch
 from tasks.extraction.engine import PrefillEngine
-from tasks.preflight import Preflight, describe, open_output, run_preflight
+from tasks.preflight import describe, open_output
 from tasks.server.launch import AttachedServer
-from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
 from tasks.store.record import read_records, record_path, write_record
-from tasks.verification import Verified, verify_store
-from tests.unit.helpers import CAPTURED, HIDDEN, VOCAB, Answer, FakeSGLang, status, write_jsonl
-
-ROWS = 6  # of 3 tokens each, two a batch
-
-
-@dataclass
-class Job:
-    """An extraction whose server is the stand-in."""
-
-    config: ExtractConfig
-    fake: FakeSGLang
-    tried: list[int] = field(default_factory=list)
-    """The rows that the last run asked the server for."""
-
-    @property
-    def store(self) -> Store:
-        return Store(self.config.output.path)
-
-    def preflight(self, **options: bool) -> Preflight:
-        return run_preflight(self.config, **options)
-
-    def run(self, answers: dict[int, list[Answer]] | None = None, batches: int = 9, **options: bool) -> None:
-        """Preflight and extract `batches` of the batches that have something to do; no verification."""
-        self.fake.answers, self.fake.rids = {row: list(some) for row, some in (answers or {}).items()}, []
-        preflight = self.preflight(**options)
-        server = AttachedServer(self.fake.url, self.fake.staging)
-        with (
-            WriterLock(self.store.lock) as lock,
-            PrefillEngine([server], preflight.captured, self.config.extraction, 1 << 20) as engine,
-        ):
-            open_output(preflight)
-            for batch, numbers in list(preflight.missing.items())[:batches]:
-                rows = list(read_planned(self.config.dataset.path, preflight.plan, numbers, VOCAB))
-                extract_batch(batch, rows, engine, self.store, preflight.fingerprint, lock)
-        self.tried = sorted({int(rid.split("-")[2]) for rid in self.fake.rids})
-
-    def verify(self, max_failed_share: float = 0.0) -> Verified:
-        return verify_store(self.store, self.config.dataset.path, max_failed_share)
-
-    def contents(self) -> dict[str, bytes]:
-        """Every shard's bytes: rows of a batch arrive in any order, so a batch here has rows of one length only."""
-        return {path.name: path.read_bytes() for path in self.store.shards.glob("*.safetensors")}
+from tests.unit.helpers import VOCAB, FakeSGLang, status
+from tests.unit.jobs import ROWS, Job, make_job
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(engine_module, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(engine_module, "LONGEST_WAIT", 0.002)
-    model = tmp_path / "model"
-    model.mkdir()
-    shape = {"num_hidden_layers": 8, "hidden_size": HIDDEN, "vocab_size": VOCAB, "max_position_embeddings": 64}
-    (model / "config.json").write_text(json.dumps(shape))
-    save_file({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, model / "model.safetensors")
-    dataset = write_jsonl(tmp_path / "dataset.jsonl", [{"input_ids": [row, 1, 2]} for row in range(ROWS)])
-    token_bytes = 3 * HIDDEN * 2 + 5
-    values: dict[str, Any] = {
-        "name": "test",
-        "dataset": {"path": str(dataset), "max_seq_len": 8},
-        "model": {"path": str(model)},
-        "capture": {"layers": CAPTURED.layers},
-        "server": {"device": "cpu"},
-        "staging": {"path": str(tmp_path / "staging")},
-        "output": {"path": str(tmp_path / "output"), "shard_bytes": 2 * 3 * token_bytes},
-        # One at a time, so that the rows of a shard lie in it in one order.
-        "extraction": {"attempts": 2, "requests_in_flight": 1},
-    }
     with FakeSGLang(tmp_path / "staging") as fake:
-        yield Job(parse_config(values, "test"), fake)
+        yield make_job(tmp_path, fake, str(tmp_path / "output"))
 
 
 REFUSED, BUSY = [status(400, "too long")], [status(503, "busy")] * 2
