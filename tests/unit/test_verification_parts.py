@@ -180,7 +180,7 @@ def test_noise_limits_come_from_the_noise() -> None:
 
 
 def test_rows_that_come_out_the_same_beside_others_that_do_not_widen_no_limit() -> None:
-    """Seen: limits of 0.9 over a row and 1,600 for a token, since logarithms of nothing and of something lie far apart."""
+    """Seen: limits of 0.9 over a row and 1,600 for a token: logarithms of nothing and of something lie far apart."""
     noise = np.full((20, 2, 3), 1e-6)
     noise[::2] = 0
     assert noise_limits(noise, "float32").tolist() == [[1e-4] * 3, [1e-2] * 3]
