@@ -2,8 +2,10 @@
 
 Each row is extracted twice more, among others and alone, so that the two differ by what batches of another shape do to
 rounding. The logarithms of these differences give, for each state, a median, and over all states one robust deviation;
-the stored row may differ from the new one by the median and DEVIATIONS deviations more. Two figures are compared: the
-relative error over the row, and that of its worst token, which one wrong token among thousands does not escape.
+the stored row may differ from the new one by the median and DEVIATIONS deviations more, but never by more than HEADROOM
+times the measured noise's upper quartile: where some rows come out bit for bit the same and others do not, the
+deviation of logarithms means nothing. Two figures are compared: the relative error over the row, and that of its worst
+token, which one wrong token among thousands does not escape.
 
 The server also names its own most likely next tokens: `lm_head` of the *stored* final state must pick the same.
 """
@@ -35,6 +37,7 @@ FORMAT = "drillcore.comparison/2"
 COMPARISON = "reextraction.json"  # in the store's logs
 SAMPLE_SEED = 1
 GROUP_BYTES = 512 << 20  # of dumps that are held at once
+HEADROOM = 4.0  # above the upper quartile of the noise
 DEVIATIONS = 8.0  # robust standard deviations of the noise's logarithm
 # Batches of other shapes than the two that were measured may round by more: no limit is below this, a relative error
 # over the row and of its worst token. Seen in bfloat16: 0.02, and 0.063 where rounding chose other experts for a token.
@@ -172,7 +175,8 @@ def noise_limits(noise: np.ndarray, dtype: str) -> np.ndarray:
     middle = np.median(logs, axis=0)
     # 1.4826: what makes it the standard deviation where the distribution is normal.
     deviation = 1.4826 * np.median(np.abs(logs - middle), axis=(0, 2))
-    return np.maximum(np.exp(middle + DEVIATIONS * deviation[:, None]), np.array(FLOOR[dtype])[:, None])
+    limits = np.minimum(np.exp(middle + DEVIATIONS * deviation[:, None]), HEADROOM * np.quantile(noise, 0.75, axis=0))
+    return np.maximum(limits, np.array(FLOOR[dtype])[:, None])
 
 
 def _names(captured: Captured) -> list[str]:

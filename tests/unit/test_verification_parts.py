@@ -179,6 +179,13 @@ def test_noise_limits_come_from_the_noise() -> None:
     assert (noise_limits(noise, "bfloat16") < 0.5).all()
 
 
+def test_rows_that_come_out_the_same_beside_others_that_do_not_widen_no_limit() -> None:
+    """Seen: limits of 0.9 over a row and 1,600 for a token: logarithms of nothing and of something lie far apart."""
+    noise = np.full((20, 2, 3), 1e-6)
+    noise[::2] = 0
+    assert noise_limits(noise, "float32").tolist() == [[1e-4] * 3, [1e-2] * 3]
+
+
 def test_noise_that_did_not_show_in_two_batches_is_still_allowed() -> None:
     """Seen: two new extractions alike, and a right store, of other batches, 0.016 away from both."""
     assert noise_limits(np.zeros((8, 2, 3)), "bfloat16").tolist() == [[0.06] * 3, [0.25] * 3]
