@@ -12,7 +12,8 @@ from pathlib import Path
 
 from flows.__main__ import main as run_command
 from tasks.dataset.manifest import manifest_path
-from tasks.dataset.prepare import PrepareConfig, prepare_dataset
+from tasks.dataset.prepare.run import prepare_dataset
+from tasks.dataset.prepare.settings import PrepareConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path("deployments/configs/demo.yaml")

@@ -4,11 +4,10 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import xxhash
+if TYPE_CHECKING:  # a trainer that reads a store has neither PyArrow nor xxhash
+    import pyarrow as pa
 
 CHUNK = 8 << 20  # bytes read at a time
 
@@ -38,8 +37,11 @@ def write_json(path: Path, value: Any, workspace: Path | None = None) -> None:
     write_atomic(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(), workspace)
 
 
-def write_parquet(path: Path, table: pa.Table) -> None:
+def write_parquet(path: Path, table: "pa.Table") -> None:
     """Write a table as Parquet, atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())
@@ -66,6 +68,8 @@ def sha256_of_json(value: Any) -> str:
 
 def checksum_of(path: Path) -> str:
     """XXH3-128 of a file, hexadecimal: what `xxh128sum` prints."""
+    import xxhash
+
     return _digest_of(path, xxhash.xxh3_128())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tasks.config import ExtractConfig
+from tasks.dataset.manifest import check_agreement, check_contents
 from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
 from tasks.dataset.scan import scan_dataset
 from tasks.errors import OutputError, SetupError, SpaceError, StoreError
@@ -147,7 +148,9 @@ def run_preflight(
             check_port(config.server.host, config.server.port + number, "server.port")
     else:
         installation, (sglang, numerics) = None, _settings_of_attached(config.server.urls)
+    manifest = check_agreement(config.dataset, model)
     scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
+    check_contents(config.dataset.path, manifest, scan.sha256)
     fresh = Preflight(
         *(config, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
         resumed=False,
@@ -188,6 +191,7 @@ def open_output(preflight: Preflight) -> None:
         raise OutputError(f"Another run wrote to {store.root} while this one was checking it. Start this one again.")
     store.manifest.unlink(missing_ok=True)
     store.ledger.unlink(missing_ok=True)
+    store.index.unlink(missing_ok=True)
     store.shards.mkdir(exist_ok=True)
     store.logs.mkdir(exist_ok=True)
     if not store.plan.exists():

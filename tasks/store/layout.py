@@ -39,6 +39,11 @@ class Store:
         return self.root / "manifest.json"
 
     @property
+    def index(self) -> Path:
+        """Which row lies where, for readers; made from the commit records, and anew where they changed."""
+        return self.root / "index.safetensors"
+
+    @property
     def logs(self) -> Path:
         """What runs leave beside the data: probe and re-extraction reports, figures of each run, the MLflow id."""
         return self.root / "logs"

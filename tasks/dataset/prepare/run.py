@@ -36,6 +36,7 @@ from tasks.files import sha256_of, sync_directory, temporary_for, write_json
 from tasks.origin import describe_origin
 
 DUPLICATE = "duplicate"
+SMALL = 2 << 20  # bytes of sources that are done before another process has loaded its tokenizer
 SHOWN = 5  # examples a reason, in the manifest
 COLUMNS: dict[str, Any] = {
     "source": np.uint16,
@@ -117,7 +118,7 @@ def prepare_dataset(config: PrepareConfig, show: Show = lambda progress: None) -
 def _tokenized(config: PrepareConfig, here: BlockTokenizer) -> Iterator[Tokenized]:
     """The blocks of all sources, in order, tokenized by several processes where there are several."""
     blocks = read_blocks(config.sources)
-    if config.workers == 1:
+    if config.workers == 1 or sum(path.stat().st_size for path in config.sources) < SMALL:
         yield from map(here.tokenize, blocks)
         return
     # Not forked: this process has threads. A worker that dies takes the pool with it.
