@@ -81,6 +81,16 @@ def run_prepare(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_export(options: argparse.Namespace) -> int:
+    _quiet_prefect(options.verbose)
+    from flows.export import ExportConfig, export
+    from flows.run import run_with_prefect
+
+    config = ExportConfig(**{name: getattr(options, name) for name in ExportConfig.model_fields})
+    print(f"\n{run_with_prefect(export, config, options.prefect_port).text()}")
+    return 0
+
+
 def _quiet_prefect(verbose: bool) -> None:
     """Before Prefect is imported. Its page gets every line."""
     # The terminal gets the steps, the bar and the summary, unless more is asked for.
@@ -220,7 +230,9 @@ def _parser() -> argparse.ArgumentParser:
         "prepare", run_prepare, "Make a dataset of conversations or token ids: tokenize, mask, merge, shuffle."
     )
     dataset_options.add_prepare_options(prepare)
-    for child in (extract, retry, prepare):
+    export = command("export", run_export, "Write a verified store as the files that a trainer reads.")
+    dataset_options.add_export_options(export)
+    for child in (extract, retry, prepare, export):
         child.add_argument("--verbose", action="store_true", help="show every log line, not only the steps")
         child.add_argument(
             "--prefect-port", type=int, help="port of the Prefect server, if one is started (default 4200)"

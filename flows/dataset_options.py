@@ -7,6 +7,8 @@ from pathlib import Path
 from tasks.dataset.prepare.settings import PrepareConfig
 from tasks.errors import ConfigError
 
+EXPORTS = ("specforge", "speculators", "modelopt", "torchspec", "pt")
+
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     """The command `prepare`: the fields of PrepareConfig."""
@@ -33,7 +35,7 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable for the chat template, its value in JSON, as enable_thinking=false; may be given several times",
+        help="a variable for the chat template, its value in JSON, as enable_thinking=false; several times",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help=about["trust_remote_code"])
     parser.add_argument("--workers", type=int, help=f"{about['workers']} Default: the machine's cores")
@@ -59,3 +61,28 @@ def prepare_config(options: argparse.Namespace) -> PrepareConfig:
         return PrepareConfig(**given, template_variables=variables)
     except ValueError as error:  # pydantic's
         raise ConfigError(f"The arguments of prepare are wrong: {error}") from error
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    """The command `export`."""
+    parser.add_argument("store", type=Path, metavar="STORE", help="the store's directory; it must be verified")
+    parser.add_argument("--to", required=True, choices=EXPORTS, help="whose files to write")
+    parser.add_argument(
+        "--out", type=Path, required=True, dest="output", metavar="DIR", help="folder; the same command resumes"
+    )
+    parser.add_argument(
+        "--rows", metavar="START:STOP", help="a part, by place among the stored rows, as for training and evaluation"
+    )
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        metavar="IDS",
+        help="specforge, speculators: write the mapping of a draft vocabulary of the ids that count most often",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="the model, if it moved: its final norm is applied where the store has the states before it and the "
+        "trainer wants those after it",
+    )

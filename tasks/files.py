@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,13 @@ def _digest_of(path: Path, digest: Any) -> str:
         while length := file.readinto(piece):
             digest.update(piece[:length])
     return digest.hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where `path` is or would be, in bytes."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def human_bytes(count: float) -> str:

@@ -3,9 +3,7 @@
 import dataclasses
 import logging
 import math
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from tasks.dataset.manifest import check_agreement, check_contents
 from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
 from tasks.dataset.scan import scan_dataset
 from tasks.errors import OutputError, SetupError, SpaceError, StoreError
-from tasks.files import human_bytes
+from tasks.files import free_bytes, human_bytes
 from tasks.model import ITEMSIZE, Model, capture_layers, read_model
 from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
@@ -230,13 +228,6 @@ def check_space(preflight: Preflight) -> None:
 def staging_limit(config: ExtractConfig) -> int:
     """Bytes of dumps that may be in flight: the configured limit, or half of what is free."""
     return min(config.staging.max_bytes, free_bytes(config.staging.path) // 2)
-
-
-def free_bytes(path: Path) -> int:
-    """Free space where `path` is or would be, in bytes."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def describe(preflight: Preflight) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The manifest beside a prepared dataset: what it was made of, and what an extraction must agree with.
 
-`prepare` writes it last. An extraction of a dataset that has one refuses to start with another tokenizer, with rows that
-were cut shorter than it asks for, or with a file that has changed since.
+`prepare` writes it last. An extraction of a dataset that has one refuses to start with another tokenizer, with rows
+that were cut shorter than it asks for, or with a file that has changed since.
 """
 
 import json
@@ -40,8 +40,8 @@ def read_dataset_manifest(dataset: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(
-            f"The dataset's manifest {path} cannot be used: {error!r}. Prepare the dataset again, or remove that file if "
-            "the dataset is not what `prepare` wrote."
+            f"The dataset's manifest {path} cannot be used: {error!r}. Prepare the dataset again, or remove that file "
+            "if the dataset is not what `prepare` wrote."
         ) from error
     return manifest
 
@@ -97,6 +97,6 @@ def check_contents(path: Path, manifest: dict[str, Any] | None, sha256: str) -> 
 
 def _changed(path: Path, difference: str) -> str:
     return (
-        f"The dataset {path} changed since it was prepared: {difference}. Prepare it again, or, if the change is meant, "
-        f"remove {manifest_path(path).name}."
+        f"The dataset {path} changed since it was prepared: {difference}. Prepare it again, or, if the change is "
+        f"meant, remove {manifest_path(path).name}."
     )

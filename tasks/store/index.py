@@ -1,7 +1,7 @@
 """Which row lies in which shard, as arrays: made from the commit records once, read in milliseconds afterwards.
 
 100,000 rows are 20 MB of commit records. What is worked out of them is kept beside them, with their names, sizes and
-times: where those differ, the records are read again. A trainer reads it: NumPy and safetensors are all that is imported.
+times: where those differ, the records are read again. A trainer reads it: only NumPy and safetensors are imported.
 """
 
 import contextlib

@@ -107,16 +107,18 @@ class HiddenStates(Dataset[Sample]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"{index}: there are {len(self)} rows")
         place = int(index) % len(self)
-        row, tokens = int(self._index.rows[place]), int(self._index.tokens[place])
+        width, row = self.hidden_size, int(self._index.rows[place])
+        aux = self._tensor(place, AUX, self.dtype, len(self.layers) * width)
+        return Sample(row, *self.tokens_of(place), aux, self._tensor(place, LAST, self.dtype, width), self.layers)
+
+    def tokens_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`input_ids` and `loss_mask` alone, without touching the states."""
+        return self._tensor(index, IDS, torch.int32), self._tensor(index, MASK, torch.uint8)
+
+    def _tensor(self, place: int, name: str, dtype: torch.dtype, *width: int) -> torch.Tensor:
         file = self._index.files[self._index.shard[place]]
-        wide = len(self.layers) * self.hidden_size
-        shapes = {
-            IDS: (torch.int32, [tokens]),
-            MASK: (torch.uint8, [tokens]),
-            AUX: (self.dtype, [tokens, wide]),
-            LAST: (self.dtype, [tokens, self.hidden_size]),
-        }
-        return Sample(row, *(self._shards.tensor(file, row, name, *shapes[name]) for name in shapes), self.layers)
+        row, tokens = int(self._index.rows[place]), int(self._index.tokens[place])
+        return self._shards.tensor(file, row, name, dtype, [tokens, *width])
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[place] for place in range(len(self)))
@@ -200,8 +202,8 @@ def _records_digest(store: Store) -> str:
         return str(json.loads(store.manifest.read_bytes())["records_sha256"])
     except FileNotFoundError as error:
         raise StoreError(
-            f"{store.root} is not complete, or not verified: it has no {store.manifest.name}. Finish it with `python -m "
-            "flows extract`, or verify it; incomplete=True opens what is there."
+            f"{store.root} is not complete, or not verified: it has no {store.manifest.name}. Finish it with `python "
+            "-m flows extract`, or verify it; incomplete=True opens what is there."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{store.manifest} cannot be read: {error!r}. Verify the store again.") from error

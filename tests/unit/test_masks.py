@@ -72,7 +72,10 @@ CASES: dict[tuple[str, str], tuple[list[dict[str, Any]], list[Any] | None, Piece
         turns("system: Be brief", "user:  Hi ", "assistant:  Hello there\n", "user: x", "assistant: y"),
         None,
         [
-            (LLAMA_SYSTEM + LLAMA_DATES + "Be brief<|eot_id|>" + llama("user") + "Hi<|eot_id|>" + llama("assistant"), 0),
+            (
+                LLAMA_SYSTEM + LLAMA_DATES + "Be brief<|eot_id|>" + llama("user") + "Hi<|eot_id|>" + llama("assistant"),
+                0,
+            ),
             ("Hello there<|eot_id|>", 1),
             (llama("user") + "x<|eot_id|>" + llama("assistant"), 0),
             ("y<|eot_id|>", 1),
@@ -111,12 +114,16 @@ CASES: dict[tuple[str, str], tuple[list[dict[str, Any]], list[Any] | None, Piece
         [
             ("<｜begin▁of▁sentence｜><｜User｜>Weather?<｜Assistant｜>", 0),
             (
-                '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}\n'
-                '```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Oslo"}\n'
-                "```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+                '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}'
+                "\n```<｜tool▁call▁end｜>\n"
+                '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Oslo"}'
+                "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
                 1,
             ),
-            ("<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>snow", 0),
+            (
+                "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>snow",
+                0,
+            ),
             ("<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", 0),
             ("Rain and snow.<｜end▁of▁sentence｜>", 1),
             ("<｜User｜>Thanks<｜Assistant｜>", 0),

@@ -1,11 +1,11 @@
 """Renders a chat template so that each message's own text is known, whatever the template does in between.
 
-A template is a program: it may leave out what an earlier turn thought, put tools into the first message, or write a turn
-of tool calls. So its text is not searched for. The template's syntax tree gets a mark at the beginning of each pass of
-each loop and after each loop; where a loop goes over the conversation's messages, the marks come out in the text, and
-say where each message's text begins and ends. `{% generation %}` blocks, where a template has them, are marked likewise.
+A template is a program: it may leave out what an earlier turn thought, put tools into the first message, or write a
+turn of tool calls. So its text is not searched for. The template's syntax tree gets a mark at the beginning of each
+pass of each loop and after each loop; where a loop goes over the conversation's messages, the marks come out in the
+text, and say where each message's text begins and ends. `{% generation %}` blocks are marked, too.
 
-Transformers renders the same template without marks; `MaskedTemplate` compares the two, so that a difference between
+Transformers renders the same template without marks; `mask` compares the two, so that a difference between
 this environment and Transformers' cannot go unseen.
 """
 

@@ -12,7 +12,7 @@ from tasks.dataset.rows import InvalidRow, Row, parse_row
 # ShareGPT's names of who speaks, as they are found in its many descendants.
 ROLES = {
     "system": "system",
-    "developer": "developer",
+    "developer": "system",
     "human": "user",
     "user": "user",
     "gpt": "assistant",

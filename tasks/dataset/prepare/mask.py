@@ -1,9 +1,8 @@
 """Token ids and loss mask of a conversation: 1 on what the assistant generates, the token that ends a turn included."""
 
-import os
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -110,10 +109,10 @@ class ConversationTokenizer:
         if "add_generation_prompt" not in self.source:
             content = messages[place].get("content")
             if not isinstance(content, str) or messages[place].get("tool_calls") or content.strip() not in turn:
-                raise UnmaskableError(f"the chat template has no generation prompt, so message {place} has no beginning")
+                raise UnmaskableError(f"the chat template has no generation prompt, and message {place} no beginning")
             return turn.index(content.strip())
         head = self._generation_prompt(messages, tools, place, rendering, begin)
-        shared = len(os.path.commonprefix([head, turn]))
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(head, turn)))
         if shared == len(head):
             return shared
         # The prompt may go on with a token that the turn does not have, as one that begins a thought. What turn and
@@ -122,7 +121,8 @@ class ConversationTokenizer:
             if 0 < token.start() <= shared < token.end():
                 return token.start()
         raise UnmaskableError(
-            f"the chat template begins message {place} with {turn[: len(head)]!r}, but the generation prompt is {head!r}"
+            f"the chat template begins message {place} with {turn[: len(head)]!r}, but the generation prompt is "
+            f"{head!r}"
         )
 
     def _generation_prompt(

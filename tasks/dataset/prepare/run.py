@@ -100,7 +100,9 @@ def prepare_dataset(config: PrepareConfig, show: Show = lambda progress: None) -
         kept = _without_duplicates(spool) if config.deduplicate else np.arange(len(spool.digests))
         if not len(kept):
             reasons = ", ".join(f"{kind}: {count}" for (_, kind), count in spool.dropped.items())
-            raise DatasetError(f"No row is left of {spool.read.total()} records ({reasons or 'the sources are empty'}).")
+            raise DatasetError(
+                f"No row is left of {spool.read.total()} records ({reasons or 'the sources are empty'})."
+            )
         hashes = thread.map(sha256_of, config.sources)
         order = np.random.Generator(np.random.PCG64(config.seed)).permutation(kept) if config.shuffle else kept
         progress.rows = len(order)
@@ -110,7 +112,9 @@ def prepare_dataset(config: PrepareConfig, show: Show = lambda progress: None) -
         changed = [path for path, was in zip(config.sources, before, strict=True) if identity_of(path) != was]
     if changed:
         config.output.unlink()
-        raise DatasetError(f"The source {changed[0]} was written to while it was read. Start again when it is complete.")
+        raise DatasetError(
+            f"The source {changed[0]} was written to while it was read. Start again when it is complete."
+        )
     write_json(manifest_path(config.output), manifest)
     return manifest
 
@@ -138,9 +142,7 @@ def _tokenized(config: PrepareConfig, here: BlockTokenizer) -> Iterator[Tokenize
         pool.shutdown(cancel_futures=True)
 
 
-def _spool(
-    config: PrepareConfig, blocks: Iterator[Tokenized], file: BinaryIO, progress: Progress, show: Show
-) -> Spool:
+def _spool(config: PrepareConfig, blocks: Iterator[Tokenized], file: BinaryIO, progress: Progress, show: Show) -> Spool:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     digests = bytearray()
     spool = Spool(file, {}, np.empty((0, DIGEST), np.uint8), Counter(), Counter(), {}, 0)
@@ -168,7 +170,9 @@ def _spool(
         progress.dropped += len(block.dropped)
         show(progress)
     file.flush()
-    spool.columns = {name: np.concatenate(parts) if parts else np.empty(0, COLUMNS[name]) for name, parts in columns.items()}
+    spool.columns = {
+        name: np.concatenate(parts) if parts else np.empty(0, COLUMNS[name]) for name, parts in columns.items()
+    }
     spool.digests = np.frombuffer(digests, dtype=np.uint8).reshape(-1, DIGEST)
     return spool
 

@@ -1,7 +1,7 @@
 """Reading the sources of a dataset, streaming, a block of records at a time."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class Block:
     source: int
     first: int
     """Place of the first record in the source, 0-based."""
-    records: list[bytes] | list[dict[str, Any]]
+    records: Sequence[bytes | dict[str, Any]]
 
 
 def read_blocks(paths: list[Path]) -> Iterator[Block]:
