@@ -144,4 +144,5 @@ def _export_shards(job: Job) -> list[tuple[int, int]]:
                 future.cancel()
             concurrent.futures.wait(work)
             raise
-    return [future.result() for future in work]
+    results: list[Any] = [future.result() for future in futures]  # raises what ended a shard
+    return results

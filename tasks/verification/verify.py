@@ -24,6 +24,7 @@ from tasks.store.books import (
     records_digest,
     write_ledger,
 )
+from tasks.store.index import load_index
 from tasks.store.layout import Store, read_extraction
 from tasks.store.lock import WriterLock
 from tasks.store.record import Record, in_order, read_records, read_whole_record, record_path, record_paths
@@ -223,6 +224,7 @@ class _Verification:
         _check_complete(self.store, self.plan, self.books, max_failed_share)
         write_ledger(self.store.ledger, self.plan, self.books)
         manifest = write_manifest(self.store, self.extraction, self.records, self.digest, self.books)
+        load_index(self.store)  # so that the first reader need not make it
         forget(self.store)
         self.outcome.verdict, self.outcome.digest = outcomes.PASSED, sha256_of(self.store.manifest)
         return Verified(

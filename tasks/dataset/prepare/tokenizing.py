@@ -149,8 +149,10 @@ class BlockTokenizer:
 
 def load_tokenizer(config: PrepareConfig) -> Any:
     """Transformers' tokenizer, from its folder only. Raises DatasetError."""
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DatasetError("Transformers is not installed: pip install 'drillcore[prepare]'.") from error
     if not config.tokenizer.is_dir():  # else it would be looked up on a hub
         raise DatasetError(f"The tokenizer {config.tokenizer} is no folder.")
     try:
