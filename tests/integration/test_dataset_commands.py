@@ -43,8 +43,6 @@ def test_conversations_are_prepared_by_one_command(tmp_path: Path) -> None:
         "skip",
         "--template-variable",
         "enable_thinking=false",
-        "--prefect-port",
-        0,
     )
     assert done.returncode == 0, done.stderr
     assert "21 records of 1 source(s)" in done.stdout
