@@ -21,7 +21,6 @@ from typing import Any
 import aiohttp
 
 from deployments import demo
-from flows.__main__ import main as run_command
 from tasks.config import load_config
 from tasks.dataset.manifest import manifest_path
 from tasks.dataset.prepare.run import prepare_dataset
@@ -139,6 +138,13 @@ def prepare(source: Path, target: Path) -> None:
     )
 
 
+def run(*arguments: object) -> None:
+    """One of our commands, a process of its own; ends this one if it fails."""
+    done = subprocess.run([sys.executable, "-m", "flows", *map(str, arguments)])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
 def train(variant: str, epochs: int) -> dict[str, Any]:
     """Train one drafter, by the trainers' Python, and measure it; returns the measurement."""
     folder = HOME / "drafters" / variant.replace(" ", "-")
@@ -190,23 +196,19 @@ def main() -> int:
     if not manifest_path(dataset).exists():
         dataset.unlink(missing_ok=True)
         prepare(answers, dataset)
-    if code := run_command(["extract", str(CONFIG)]):
-        return code
+    run("extract", CONFIG)
     rows = [json.loads(line)["id"] for line in dataset.read_text().splitlines()]
     first = next(number for number, name in enumerate(rows) if name.startswith("held-out"))
     for part, span in (("train", f":{first}"), ("held-out", f"{first}:")):
-        arguments = ["export", str(store), "--to", "speculators", "--out", str(HOME / part), "--rows", span]
-        if part == "train":
-            arguments += ["--draft-vocab-size", str(DRAFT_VOCABULARY)]
-        if code := run_command(arguments):
-            return code
+        vocabulary = ["--draft-vocab-size", DRAFT_VOCABULARY] if part == "train" else []
+        run("export", store, "--to", "speculators", "--out", HOME / part, "--rows", span, *vocabulary)
     results = {}
     for variant in options.only or VARIANTS:
         print(f"  train      {variant}, {options.epochs} epochs", file=sys.stderr, flush=True)
         results[variant] = train(variant, options.epochs)
     if "right" in results:
-        with drafter_run(store, name="smollm2-eagle3", model_uri=(HOME / "drafters/right").absolute()) as run:
-            run.log_metrics({"first_guess": results["right"]["drafter"]["share"]})
+        with drafter_run(store, name="smollm2-eagle3", model_uri=(HOME / "drafters/right").absolute()) as training:
+            training.log_metrics({"first_guess": results["right"]["drafter"]["share"]})
         print(f"\n{table(results)}")
     return 0
 
