@@ -136,7 +136,7 @@ def finish_export(job: ExportJob) -> dict[str, Any]:
     return mark
 
 
-def row_bytes(job: ExportJob) -> int:
+def _token_bytes(job: ExportJob) -> int:
     """Bytes of a token in the export, at most."""
     return (len(job.states.layers) + 1) * job.states.hidden_size * job.states.dtype.itemsize + 24
 
@@ -174,7 +174,7 @@ def _check_space(job: ExportJob) -> None:
         for place in range(len(job.places))
         if not (job.output / job.format.name(place, int(job.states.rows[job.places[place]]))).exists()
     ]
-    needed = int(job.states.tokens[missing].sum(dtype=np.int64)) * row_bytes(job) + len(missing) * FILE_OVERHEAD
+    needed = int(job.states.tokens[missing].sum(dtype=np.int64)) * _token_bytes(job) + len(missing) * FILE_OVERHEAD
     free = free_bytes(job.output)
     if missing and needed + SPARE > free:
         raise SpaceError(
