@@ -372,6 +372,13 @@ def test_what_cannot_be_told_for_certain_is_refused(template: str, message: str)
         ConversationTokenizer(make_tokenizer(template)).tokenize(turns("user: Hi", "assistant: Hello"))
 
 
+def test_a_tool_call_that_the_template_leaves_out_is_refused() -> None:
+    """DeepSeek-V3's writes calls only where there is no content, not even an empty one."""
+    messages = [*turns("user: Weather?"), calling("", call("weather", "{}"))]
+    with pytest.raises(UnmaskableError, match="leaves out the call of 'weather' in message 1"):
+        ConversationTokenizer(tokenizer_of("deepseek-v3")).tokenize(messages)
+
+
 def test_text_that_looks_like_a_mark_is_refused() -> None:
     messages = turns("user: Hi\x00G\x00", "assistant: Hello")
     with pytest.raises(UnmaskableError, match="followed message by message"):

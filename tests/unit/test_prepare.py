@@ -243,6 +243,25 @@ def test_a_template_that_wants_arguments_as_text_gets_them_so(tmp_path: Path) ->
     assert '```json\n{"city": "東京"}\n```' in text
 
 
+def test_a_tables_empty_fields_do_not_become_arguments(tmp_path: Path) -> None:
+    """A table has a column for each argument that any row's call has."""
+    folder = tmp_path / "tokenizer"
+    tokenizer_of("qwen3").save_pretrained(folder)
+    records = []
+    for arguments in ({"city": "Paris", "day": None}, {"city": None, "day": "Monday"}):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        asked, said = {"role": "user", "content": "x", "tool_calls": []}, {"role": "assistant", "tool_calls": [call]}
+        records.append({"messages": [asked, said]})
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "t.parquet")
+    config = settings(tmp_path, folder, tmp_path / "t.parquet")
+    prepare_dataset(config)
+    texts = [tokenizer_of("qwen3").decode(row["input_ids"]) for row in rows_of(config)]
+    assert ['"arguments": {"city": "Paris"}}' in texts[0], '"arguments": {"day": "Monday"}}' in texts[1]] == [
+        True,
+        True,
+    ]
+
+
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer_folder: Path) -> None:
     source = write_jsonl(tmp_path / "s.jsonl", [{"messages": turns("user: Hello")}])
     with pytest.raises(DatasetError, match=r"No row is left of 1 records \(no token counts: 1\)"):

@@ -77,6 +77,15 @@ def id_of(record: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def without_nulls(value: Any) -> Any:
+    """A table's row without the fields that it has only because another row has them, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return list(map(without_nulls, value))
+    return value
+
+
 def _message(turn: dict[str, Any], place: int) -> dict[str, Any]:
     said_by = turn.get("role", turn.get("from"))
     role = ROLES.get(said_by) if isinstance(said_by, str) else None
@@ -85,7 +94,6 @@ def _message(turn: dict[str, Any], place: int) -> dict[str, Any]:
     content = turn["content"] if "content" in turn else turn.get("value")
     if said_by == "function_call":
         return {"role": role, "content": None, "tool_calls": _calls_of_text(content, place)}
-    # Fields without a value come from tables, where every row has every column.
     kept = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
     message = {**kept, "role": role, "content": _text(content, place)}
     if calls := message.pop("tool_calls", None):

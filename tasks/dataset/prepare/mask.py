@@ -97,6 +97,10 @@ class ConversationTokenizer:
         content = message.get("content")
         if isinstance(content, str) and content.rpartition(THOUGHT_END)[2].strip() not in text[begin:end]:
             raise UnmaskableError(f"the chat template changes the content of message {place}")
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call).get("name")
+            if not isinstance(name, str) or name not in text[begin:end]:
+                raise UnmaskableError(f"the chat template leaves out the call of {name!r} in message {place}")
         begin += self._head(messages, tools, place, rendering, begin, end)
         end = self._end(text, begin, end)
         return (begin, end) if begin < end else None

@@ -14,7 +14,7 @@ import orjson
 from jinja2 import TemplateError
 
 from tasks.dataset.formats import ID, IDS, MASK
-from tasks.dataset.prepare.conversations import Conversation, id_of, parse_record
+from tasks.dataset.prepare.conversations import Conversation, id_of, parse_record, without_nulls
 from tasks.dataset.prepare.mask import ConversationTokenizer, UnmaskableError
 from tasks.dataset.prepare.settings import PrepareConfig
 from tasks.dataset.prepare.sources import Block, kind_of
@@ -175,7 +175,7 @@ def vocab_size_of(config: PrepareConfig, tokenizer: Any) -> int:
 
 def _parse(record: bytes | dict[str, Any]) -> Any:
     if not isinstance(record, bytes):
-        return record
+        return without_nulls(record)
     try:
         return orjson.loads(record)
     except orjson.JSONDecodeError as error:
