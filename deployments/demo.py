@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flows.__main__ import main as run_command
-from tasks.dataset.prepare import prepare_conversations
+from tasks.dataset.manifest import manifest_path
+from tasks.dataset.prepare.run import prepare_dataset
+from tasks.dataset.prepare.settings import PrepareConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path("deployments/configs/demo.yaml")
@@ -45,9 +47,11 @@ def make_checkpoint(target: Path) -> None:
 
 def make_dataset(model: Path, target: Path) -> tuple[int, int]:
     """Tokenize the conversations with the model's chat template; returns (rows, tokens)."""
-    from transformers import AutoTokenizer
-
-    return prepare_conversations(CONVERSATIONS, target, AutoTokenizer.from_pretrained(model))
+    config = PrepareConfig(
+        sources=[CONVERSATIONS.absolute()], tokenizer=model, output=target, max_seq_len=2048, shuffle=False, workers=1
+    )
+    manifest = prepare_dataset(config)
+    return manifest["rows"], manifest["tokens"]
 
 
 def main() -> int:
@@ -56,7 +60,8 @@ def main() -> int:
         print(f"  model      SmolLM2-135M-Instruct -> {MODEL}", file=sys.stderr, flush=True)
         MODEL.parent.mkdir(parents=True, exist_ok=True)
         make_checkpoint(MODEL)
-    if not DATASET.exists() or DATASET.stat().st_mtime < CONVERSATIONS.stat().st_mtime:
+    if not manifest_path(DATASET).exists() or DATASET.stat().st_mtime < CONVERSATIONS.stat().st_mtime:
+        DATASET.unlink(missing_ok=True)
         rows, tokens = make_dataset(MODEL, DATASET)
         print(f"  dataset    {rows} conversations, {tokens:,} tokens -> {DATASET}", file=sys.stderr, flush=True)
     return run_command(["extract", str(CONFIG), *sys.argv[1:]])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows import lineage, places, services
+from flows import dataset_options, lineage, places, services
 from flows.summary import as_lines, count_states
 from tasks.config import describe_config, load_config
 from tasks.errors import DrillcoreError, SpaceError
@@ -58,10 +58,7 @@ def run_retry_failed(options: argparse.Namespace) -> int:
 
 def _extract(options: argparse.Namespace, only_failed: bool = False, deep: bool = False) -> int:
     config = load_config(options.config, options.set)
-    # The page gets every line; the terminal gets the steps, the bar and the summary, unless more is asked for.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO" if options.verbose else "CRITICAL")
-    # Where the API is away, Prefect's client shows every event that it cannot send; run_with_prefect says it once.
-    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
+    _quiet_prefect(options.verbose)
     from flows.extract import extract
     from flows.run import run_with_prefect
 
@@ -72,6 +69,34 @@ def _extract(options: argparse.Namespace, only_failed: bool = False, deep: bool 
     )
     print(f"\n{summary.text(options.config)}\n{as_lines([('pages', pages), ('', urls)])}")
     return 0
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    config = dataset_options.prepare_config(options)
+    _quiet_prefect(options.verbose)
+    from flows.prepare import prepare
+    from flows.run import run_with_prefect
+
+    print(f"\n{run_with_prefect(prepare, config, options.prefect_port).text()}")
+    return 0
+
+
+def run_export(options: argparse.Namespace) -> int:
+    _quiet_prefect(options.verbose)
+    from flows.export import ExportConfig, export
+    from flows.run import run_with_prefect
+
+    config = ExportConfig(**{name: getattr(options, name) for name in ExportConfig.model_fields})
+    print(f"\n{run_with_prefect(export, config, options.prefect_port).text()}")
+    return 0
+
+
+def _quiet_prefect(verbose: bool) -> None:
+    """Before Prefect is imported. Its page gets every line."""
+    # The terminal gets the steps, the bar and the summary, unless more is asked for.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO" if verbose else "CRITICAL")
+    # Where the API is away, Prefect's client shows every event that it cannot send; run_with_prefect says it once.
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -202,7 +227,13 @@ def _parser() -> argparse.ArgumentParser:
         "Try the rows that failed once more, also those that would fail again by themselves; leave those never tried.",
         config=True,
     )
-    for child in (extract, retry):
+    prepare = command(
+        "prepare", run_prepare, "Make a dataset of conversations or token ids: tokenize, mask, merge, shuffle."
+    )
+    dataset_options.add_prepare_options(prepare)
+    export = command("export", run_export, "Write a verified store as the files that a trainer reads.")
+    dataset_options.add_export_options(export)
+    for child in (extract, retry, prepare, export):
         child.add_argument("--verbose", action="store_true", help="show every log line, not only the steps")
         child.add_argument(
             "--prefect-port", type=int, help="port of the Prefect server, if one is started (default 4200)"

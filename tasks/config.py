@@ -6,18 +6,42 @@ them, and Prefect's form shows them.
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from tasks.errors import ConfigError
-from tasks.uris import EndpointUrl, OutputPlace
+from tasks.uris import S3_SCHEME, parse_s3_uri
 
 GIB = 1 << 30
 # Absolute from the start: what is kept with the output must mean the same from any working directory.
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+
+
+def _output_place(value: Any) -> Path | str:
+    if isinstance(value, str) and value.startswith(S3_SCHEME):
+        try:
+            return f"{S3_SCHEME}{'/'.join(parse_s3_uri(value))}"
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    if not isinstance(value, (str, Path)) or "://" in str(value):
+        raise ValueError("a directory, or s3://BUCKET/PREFIX, is expected")
+    return Path(value).expanduser().absolute()
+
+
+def _without_keys(value: str | None) -> str | None:
+    if value is not None and (not re.match(r"https?://", value) or "@" in value):
+        raise ValueError("http:// or https:// is expected, without user or password")
+    return value
+
+
+OutputPlace = Annotated[Path | str, PlainValidator(_output_place), WithJsonSchema({"type": "string"})]
+"""In a config: a directory, made absolute, or `s3://BUCKET/PREFIX`."""
+EndpointUrl = Annotated[str | None, AfterValidator(_without_keys)]
+"""In a config: of a store, with no secret in it."""
 
 
 class Section(BaseModel):

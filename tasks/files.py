@@ -3,12 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-import xxhash
+if TYPE_CHECKING:  # a trainer that reads a store has neither PyArrow nor xxhash
+    import pyarrow as pa
 
 from tasks.storage import Location, S3Path
 
@@ -58,8 +58,11 @@ def append_line(path: Location, line: str) -> None:
         file.write(f"{line}\n")
 
 
-def write_parquet(path: Location, table: pa.Table) -> None:
+def write_parquet(path: Location, table: "pa.Table") -> None:
     """Write a table as Parquet, atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())
@@ -86,6 +89,8 @@ def sha256_of_json(value: Any) -> str:
 
 def checksum_of(path: Location) -> str:
     """XXH3-128 of a file, hexadecimal: what `xxh128sum` prints."""
+    import xxhash
+
     return _digest_of(path, xxhash.xxh3_128())
 
 
@@ -98,6 +103,13 @@ def _digest_of(path: Location, digest: Any) -> str:
         while length := file.readinto(piece):
             digest.update(piece[:length])
     return digest.hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where `path` is or would be, in bytes."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def human_bytes(count: float) -> str:

@@ -4,11 +4,13 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.config import CaptureConfig
 from tasks.errors import ModelError
 from tasks.files import sha256_of_json
+
+if TYPE_CHECKING:  # a trainer that reads a store needs no configs
+    from tasks.config import CaptureConfig
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes an element
 SAMPLES, SAMPLE_BYTES = 16, 64 << 10  # of each file's weights, evenly spread, for the identity
@@ -63,7 +65,7 @@ def read_model(path: Path) -> Model:
     )
 
 
-def capture_layers(model: Model, capture: CaptureConfig) -> list[int]:
+def capture_layers(model: Model, capture: "CaptureConfig") -> list[int]:
     """The decoder layers to store, by their outputs: `capture.layers` translated from its convention.
 
     'eagle3' is [1, n // 2 - 1, n - 4] for n layers. Raises ModelError that names the ids.

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from tasks.config import ExtractConfig
+from tasks.dataset.manifest import check_agreement, check_contents
 from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
 from tasks.dataset.scan import scan_dataset
 from tasks.errors import OutputError, SetupError, SpaceError, StoreError
-from tasks.files import human_bytes
+from tasks.files import free_bytes, human_bytes
 from tasks.model import ITEMSIZE, Model, capture_layers, read_model
 from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
@@ -164,7 +164,9 @@ def run_preflight(
             check_port(config.server.host, config.server.port + number, "server.port")
     else:
         installation, (sglang, numerics) = None, _settings_of_attached(config.server.urls)
+    manifest = check_agreement(config.dataset, model)
     scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
+    check_contents(config.dataset.path, manifest, scan.sha256)
     fresh = Preflight(
         *(config, store, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
         resumed=False,
@@ -205,6 +207,7 @@ def open_output(preflight: Preflight) -> None:
         raise OutputError(f"Another run wrote to {store.root} while this one was checking it. Start this one again.")
     store.manifest.unlink(missing_ok=True)
     store.ledger.unlink(missing_ok=True)
+    store.index.unlink(missing_ok=True)
     store.shards.mkdir(exist_ok=True)
     store.logs.mkdir(exist_ok=True)
     if not store.plan.exists():
@@ -267,13 +270,6 @@ def _check_spool(preflight: Preflight, folder: Path) -> None:
 def staging_limit(config: ExtractConfig) -> int:
     """Bytes of dumps that may be in flight: the configured limit, or half of what is free."""
     return min(config.staging.max_bytes, free_bytes(config.staging.path) // 2)
-
-
-def free_bytes(path: Path) -> int:
-    """Free space where `path` is or would be, in bytes."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def describe(preflight: Preflight) -> list[tuple[str, str]]:

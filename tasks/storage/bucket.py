@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import tenacity
-
-from tasks.config import S3Config
 from tasks.errors import RemoteError
+
+if TYPE_CHECKING:  # a trainer that reads a store has none of these
+    import tenacity
+
+    from tasks.config import S3Config
 
 PATIENCE = 180.0  # seconds for which a call that may succeed is tried again
 FIRST_WAIT, LONGEST_WAIT = 0.5, 15.0  # seconds between two tries
@@ -66,7 +68,7 @@ class PreconditionError(Exception):
 class Bucket:
     """A bucket's name and how to reach it; opening one connects to nothing. For any number of threads."""
 
-    def __init__(self, name: str, config: S3Config, credentials: CredentialsSource | None = None):
+    def __init__(self, name: str, config: "S3Config", credentials: CredentialsSource | None = None):
         self.name, self.config, self.credentials = name, config, credentials
         self.patience = PATIENCE
         self.retries = 0
@@ -95,6 +97,8 @@ class Bucket:
         Raises FileNotFoundError if the object is missing, PreconditionError if a condition does not hold, RemoteError
         that says what to do otherwise.
         """
+        import tenacity
+
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
             wait=tenacity.wait_exponential_jitter(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
@@ -146,7 +150,7 @@ class Bucket:
         what = f"read {size} bytes at {start} of s3://{self.name}/{key}"
         return self.call(what, lambda client: _body(client, self.name, key, Range=limits)[0])
 
-    def _before_next_try(self, what: str, state: tenacity.RetryCallState) -> None:
+    def _before_next_try(self, what: str, state: "tenacity.RetryCallState") -> None:
         error = state.outcome.exception() if state.outcome else None
         with self._lock:
             self.retries += 1
@@ -158,7 +162,7 @@ class Bucket:
         logger.warning("%s: trying again to %s", _reason(error), what)
 
 
-def _connect(config: S3Config, credentials: CredentialsSource | None) -> Any:
+def _connect(config: "S3Config", credentials: CredentialsSource | None) -> Any:
     import boto3  # takes a second, and a local store needs none
     from botocore.config import Config
 

@@ -4,12 +4,15 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tasks.config import S3Config
 from tasks.state import state_home
 from tasks.storage.bucket import Bucket, CredentialsSource
 from tasks.storage.s3path import S3Path
 from tasks.uris import S3_SCHEME, parse_s3_uri
+
+if TYPE_CHECKING:
+    from tasks.config import S3Config
 
 Location = Path | S3Path
 
@@ -20,7 +23,7 @@ def is_remote(place: str | Path | S3Path) -> bool:
 
 
 def as_location(
-    place: str | Path | S3Path, config: S3Config | None = None, credentials: CredentialsSource | None = None
+    place: str | Path | S3Path, config: "S3Config | None" = None, credentials: CredentialsSource | None = None
 ) -> Location:
     """The place that is named: `s3://bucket/prefix`, or a local path. Nothing is read yet.
 
@@ -31,6 +34,8 @@ def as_location(
         return place
     if not is_remote(place):
         return Path(place)
+    from tasks.config import S3Config
+
     bucket, key = parse_s3_uri(str(place))
     return S3Path(Bucket(bucket, config or S3Config(), credentials), key)
 

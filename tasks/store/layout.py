@@ -40,6 +40,11 @@ class Store:
         return self.root / "manifest.json"
 
     @property
+    def index(self) -> Location:
+        """Which row lies where, for readers; made from the commit records, and anew where they changed."""
+        return self.root / "index.safetensors"
+
+    @property
     def logs(self) -> Location:
         """What runs leave beside the data: probe and re-extraction reports, figures of each run, the MLflow id."""
         return self.root / "logs"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-import orjson
 
 from tasks.errors import StoreError
 from tasks.files import write_atomic
@@ -144,6 +143,8 @@ def record_paths(store: Store) -> list[Location]:
 
 def write_record(store: Store, record: Record, lock: "WriterLock | None" = None) -> None:
     """Commit a shard that lies under its final name already; lock: the writer's."""
+    import orjson  # a trainer that reads a store has none
+
     path = record_path(store, record.batch, record.part)
     data = orjson.dumps({"format": FORMAT, **vars(record), "rows": list(record.rows)}) + b"\n"
     if lock is None:

@@ -13,6 +13,7 @@ from tasks.dataset.plan import Plan, load_plan
 from tasks.errors import DatasetError, ExtractionError, StoreError, VerificationError
 from tasks.extraction.engine import PrefillEngine
 from tasks.files import sha256_of
+from tasks.storage import is_remote
 from tasks.store.books import (
     DONE,
     FAILED,
@@ -24,6 +25,7 @@ from tasks.store.books import (
     records_digest,
     write_ledger,
 )
+from tasks.store.index import keep_index
 from tasks.store.layout import Store, read_extraction
 from tasks.store.lock import WriterLock
 from tasks.store.record import Record, in_order, read_records, read_whole_record, record_path, record_paths
@@ -232,6 +234,8 @@ class _Verification:
         _check_complete(self.store, self.plan, self.books, max_failed_share)
         write_ledger(self.store.ledger, self.plan, self.books)
         manifest = write_manifest(self.store, self.extraction, self.records, self.digest, self.books)
+        if not is_remote(self.store.root):
+            keep_index(self.store, self.records, self.digest)  # so that the first reader need not make it
         forget(self.store)
         self.outcome.verdict, self.outcome.digest = outcomes.PASSED, sha256_of(self.store.manifest)
         return Verified(

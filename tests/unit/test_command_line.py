@@ -1,19 +1,22 @@
 """Bad input on the command line: a clear error that names the row or field, exit code 2, nothing written or started."""
 
+import argparse
 import json
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
 
-from flows import run
+from flows import dataset_options, run
 from flows.__main__ import main
+from flows.export import ExportConfig
 from flows.summary import Summary
+from tasks.export.formats import FORMATS
 from tasks.store.layout import Store, create_store
 
 VOCAB = 100
@@ -239,3 +242,37 @@ def test_a_summary_says_where_the_server_s_time_went(tmp_path: Path) -> None:
 
 def test_a_summary_without_failures_names_no_retry(tmp_path: Path) -> None:
     assert "retry-failed" not in failed_summary(tmp_path, failed=0).text(Path("config.yaml"))
+
+
+PREPARE = ["prepare", "a.jsonl", "--tokenizer", "model", "--max-seq-len", "8", "--out", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--template-variable", "x"], "--template-variable 'x' is not of the form NAME=VALUE"),
+        (["--template-variable", "a b=1"], "--template-variable 'a b=1' is not of the form NAME=VALUE"),
+        (["--max-seq-len", "0"], "max_seq_len"),
+        (["--workers", "0"], "workers"),
+    ],
+)
+def test_wrong_arguments_of_prepare_are_refused(
+    capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main([*PREPARE, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_of_prepare_become_its_config() -> None:
+    parser = argparse.ArgumentParser()
+    dataset_options.add_prepare_options(parser)
+    more = ["--template-variable", "thinking=false", "--template-variable", "date=today", "--no-shuffle", "--seed", "3"]
+    config = dataset_options.prepare_config(parser.parse_args([*PREPARE[1:], *more]))
+    assert config.template_variables == {"thinking": False, "date": "today"}
+    assert (config.shuffle, config.seed, config.deduplicate, config.on_too_long) == (False, 3, True, "truncate")
+    assert config.sources == [Path("a.jsonl").absolute()]
+
+
+def test_every_format_can_be_asked_for() -> None:
+    assert set(dataset_options.EXPORTS) == set(FORMATS)
+    assert set(get_args(ExportConfig.model_fields["to"].annotation)) == set(FORMATS)

@@ -139,8 +139,8 @@ def test_presets_load(preset: Path) -> None:
     assert load_config(preset).name == preset.stem
 
 
-def test_there_are_the_two_presets() -> None:
-    assert [path.name for path in PRESETS] == ["demo.yaml", "kimi-k2.5.yaml"]
+def test_there_are_the_presets() -> None:
+    assert [path.name for path in PRESETS] == ["demo.yaml", "drafter.yaml", "kimi-k2.5.yaml"]
 
 
 def test_overrides_win_over_the_file(path: Path) -> None:

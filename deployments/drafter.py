@@ -1,0 +1,217 @@
+"""Trains a small EAGLE-3 drafter on hidden states of ours, and measures it: `make drafter`.
+
+The proof that the data is right. SmolLM2 answers prompts greedily, served by our server; its answers are prepared,
+extracted with the final state before the norm, exported, and a drafter is trained by speculators on the CPU. What
+counts is how often its first guess is the target's own greedy token, on prompts whose form and topic training never
+saw; beside it, drafters of the same settings whose states were spoiled, and a table of what follows which token.
+
+What is there already is kept: the same command goes on. The trainers' Python is .venv-trainers.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from deployments import demo
+from tasks.config import load_config
+from tasks.dataset.manifest import manifest_path
+from tasks.dataset.prepare.run import prepare_dataset
+from tasks.dataset.prepare.settings import PrepareConfig
+from tasks.files import write_atomic
+from tasks.lineage.drafter import drafter_run
+from tasks.model import capture_layers, read_model
+from tasks.patching import check_signatures, find_installation
+from tasks.server.launch import ManagedServer
+
+CONFIG = Path("deployments/configs/drafter.yaml")
+HOME = Path(".drillcore/drafter")
+TRAINERS = Path(".venv-trainers/bin/python")
+PROGRAM = Path("deployments/drafter_training.py")
+ANSWER_TOKENS = 96
+AT_ONCE = 16  # requests
+DRAFT_VOCABULARY = 8192
+VARIANTS = ("right", "zero", "shifted", "wrong norm")
+
+# Forms and topics of training, and those of the held-out part: none is in both.
+FORMS = (
+    ("Explain {} to a child.", "Write a short poem about {}.", "List three facts about {}.", "Why does {} matter?"),
+    ("What is the history of {}?", "Describe {} in two sentences.", "Give me advice about {}.", "What is {}?"),
+    ("Compare {} with something similar.", "Write a letter about {}.", "How would you teach {}?", "Summarize {}."),
+    ("Tell me a story about {}.", "What do people get wrong about {}?", "Name the parts of {}.", "Praise {}."),
+    ("Ask me five questions about {}.", "Write a slogan for {}.", "What would a world without {} be?", "Define {}."),
+)
+HELD_OUT_FORMS = (
+    "Write a dialogue in which two friends argue over {}.",
+    "Plan a week in which I learn about {}.",
+    "Which mistakes do beginners make with {}?",
+    "Write a news report on {}.",
+    "Invent a riddle whose answer is {}.",
+    "What would you ask an expert on {}?",
+    "Write instructions for somebody who has never seen {}.",
+    "Argue against {}, politely.",
+)
+TOPICS = (
+    *("the moon", "bread", "chess", "rivers", "the printing press", "bees", "democracy", "volcanoes", "the violin"),
+    *("winter", "money", "bicycles", "photosynthesis", "the Roman Empire", "sleep", "mathematics", "whales", "tea"),
+    *("trains", "friendship", "the internet", "gravity", "gardens", "languages", "glass", "football", "maps", "clouds"),
+)
+HELD_OUT_TOPICS = (
+    *("lighthouses", "salt", "jazz", "deserts", "the telescope", "honesty", "bridges", "vaccines", "ants", "theatre"),
+)
+
+
+def prompts() -> list[tuple[str, str]]:
+    """(id, prompt): those of training first; ids of the held-out ones begin with 'held-out'."""
+    training = itertools.product(itertools.chain(*FORMS), TOPICS)
+    held_out = itertools.product(HELD_OUT_FORMS, HELD_OUT_TOPICS)
+    return [
+        (f"{name}-{number}", form.format(topic))
+        for name, pairs in (("train", training), ("held-out", held_out))
+        for number, (form, topic) in enumerate(pairs)
+    ]
+
+
+def answer(target: Path) -> None:
+    """Let the served model answer every prompt greedily; write token ids, masked on the answer."""
+    from transformers import AutoTokenizer
+
+    config = load_config(CONFIG)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    installation = find_installation(config.server.interpreter)
+    assert installation is not None
+    check_signatures(installation)
+    layers = capture_layers(read_model(config.model.path), config.capture)
+    server = ManagedServer(config, installation, layers, HOME / "answers.server.log")
+    try:
+        server.start()
+        asked = [
+            (name, tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True))
+            for name, text in prompts()
+        ]
+        questions = [(name, list(ids["input_ids"])) for name, ids in asked]
+        answers = asyncio.run(_ask(server.url, [ids for _, ids in questions], tokenizer.eos_token_id))
+    finally:
+        server.stop()
+    lines = [
+        json.dumps({"id": name, "input_ids": ids + said, "loss_mask": [0] * len(ids) + [1] * len(said)})
+        for (name, ids), said in zip(questions, answers, strict=True)
+    ]
+    write_atomic(target, ("\n".join(lines) + "\n").encode())
+
+
+async def _ask(url: str, questions: list[list[int]], end: int) -> list[list[int]]:
+    limit = asyncio.Semaphore(AT_ONCE)
+    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "stop_token_ids": [end]}
+
+    async def ask(session: aiohttp.ClientSession, ids: list[int]) -> list[int]:
+        body = {"input_ids": ids, "sampling_params": sampling}
+        async with limit, session.post(f"{url}/generate", json=body) as reply:
+            reply.raise_for_status()
+            said: list[int] = (await reply.json())["output_ids"]
+            return said
+
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        return await asyncio.gather(*(ask(session, ids) for ids in questions))
+
+
+def prepare(source: Path, target: Path) -> None:
+    """In their order, so that the held-out rows are the last."""
+    config = load_config(CONFIG)
+    prepare_dataset(
+        PrepareConfig(
+            sources=[source.absolute()],
+            tokenizer=config.model.path,
+            output=target.absolute(),
+            max_seq_len=config.dataset.max_seq_len,
+            shuffle=False,
+            workers=1,
+        )
+    )
+
+
+def run(*arguments: object) -> None:
+    """One of our commands, a process of its own; ends this one if it fails."""
+    done = subprocess.run([sys.executable, "-m", "flows", *map(str, arguments)])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def train(variant: str, epochs: int) -> dict[str, Any]:
+    """Train one drafter, by the trainers' Python, and measure it; returns the measurement."""
+    folder = HOME / "drafters" / variant.replace(" ", "-")
+    result = folder / f"result-{epochs}.json"
+    if not result.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [TRAINERS, PROGRAM, "--variant", variant, "--home", HOME, "--model", demo.MODEL, "--out", folder]
+        command += ["--epochs", str(epochs), "--draft-vocab-size", str(DRAFT_VOCABULARY), "--result", result]
+        with (folder / "training.log").open("wb") as log:
+            done = subprocess.run(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
+        if done.returncode:
+            sys.exit(f"The training of {variant!r} failed: see {folder / 'training.log'}")
+    measured: dict[str, Any] = json.loads(result.read_text())
+    return measured
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """What each came to, as lines."""
+    rows = [("what the first guess comes from", "hits", "95% interval")]
+    baseline = results["right"]["bigram"]
+    names = {
+        "right": "drafter, our states",
+        "zero": "drafter, states all zero",
+        "shifted": "drafter, states shifted by one token",
+        "wrong norm": "drafter, final state after the norm",
+    }
+    measured = [("table of what follows which token", baseline)]
+    measured += [(names[variant], results[variant]["drafter"]) for variant in reversed(VARIANTS) if variant in results]
+    rows += [(name, f"{one['share']:.3f}", f"{one['low']:.3f} to {one['high']:.3f}") for name, one in measured]
+    return "\n".join(f"  {name:<40} {hits:>6}  {interval}" for name, hits, interval in rows)
+
+
+def main() -> int:
+    os.chdir(demo.ROOT)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=4, help="of each drafter (default: %(default)s)")
+    parser.add_argument("--only", action="append", choices=VARIANTS, help="train just these (default: all)")
+    options = parser.parse_args()
+    if not TRAINERS.exists():
+        sys.exit("There is no .venv-trainers: run `make drafter`, which builds it.")
+    HOME.mkdir(parents=True, exist_ok=True)
+    if not demo.MODEL.exists():
+        demo.MODEL.parent.mkdir(parents=True, exist_ok=True)
+        demo.make_checkpoint(demo.MODEL)
+    answers, dataset, store = HOME / "answers.jsonl", HOME / "dataset.jsonl", HOME / "hidden-states"
+    if not answers.exists():
+        print(f"  answers    {len(prompts())} prompts, greedily -> {answers}", file=sys.stderr, flush=True)
+        answer(answers)
+    if not manifest_path(dataset).exists():
+        dataset.unlink(missing_ok=True)
+        prepare(answers, dataset)
+    run("extract", CONFIG)
+    rows = [json.loads(line)["id"] for line in dataset.read_text().splitlines()]
+    first = next(number for number, name in enumerate(rows) if name.startswith("held-out"))
+    for part, span in (("train", f":{first}"), ("held-out", f"{first}:")):
+        vocabulary = ["--draft-vocab-size", DRAFT_VOCABULARY] if part == "train" else []
+        run("export", store, "--to", "speculators", "--out", HOME / part, "--rows", span, *vocabulary)
+    results = {}
+    for variant in options.only or VARIANTS:
+        print(f"  train      {variant}, {options.epochs} epochs", file=sys.stderr, flush=True)
+        results[variant] = train(variant, options.epochs)
+    if "right" in results:
+        with drafter_run(store, name="smollm2-eagle3", model_uri=(HOME / "drafters/right").absolute()) as training:
+            training.log_metrics({"first_guess": results["right"]["drafter"]["share"]})
+        print(f"\n{table(results)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Conversations in, a dataset of token ids with loss masks out: `run.prepare_dataset`."""
