@@ -72,8 +72,10 @@ def make_index(records: list[Record], digest: str = "") -> Index:
             continue
         if record.codec != "raw":
             raise StoreError(f"{record.file} has the codec {record.codec!r}, which this version cannot read.")
-        rows = RowRecords.of(record.rows)
-        parts.append(np.column_stack([rows.numbers, rows.tokens, np.full(len(rows), len(files))]).astype(np.int64))
+        stored = RowRecords.of(record.rows)
+        parts.append(
+            np.column_stack([stored.numbers, stored.tokens, np.full(len(stored), len(files))]).astype(np.int64)
+        )
         files.append(record.file)
         sizes.append(record.bytes)
     # From the end, so that of a row that is there twice the last one counts.
