@@ -31,6 +31,11 @@ class Checkpoint:
             raise ModelError(f"{path} has no {EMBEDDING}.")
         self._prefix = embeddings[0].removesuffix(EMBEDDING)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(self.text.get("n_routed_experts"))
+
     def has(self, name: str) -> bool:
         """Whether there is a weight of this name (below the text model's prefix)."""
         return self._prefix + name in self._files

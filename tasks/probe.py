@@ -121,7 +121,7 @@ def probe(engine: PrefillEngine, model: Model, facts: ServerFacts, max_seq_len: 
     alone = [_prefill(engine, [prompt])[0][0] for prompt in prompts]
     ones, _ = _prefill(engine, [prompt[:1] for prompt in prompts])
     check, reason = _check_layers(captured, model, ones)
-    experts = bool(checkpoint.text.get("n_routed_experts"))
+    experts = checkpoint.has_experts
     first_tokens = _check_first_tokens(captured, ones, alone, experts)
     agreement, positions, near_tie = _check_top_tokens(engine, checkpoint, alone)
     order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
@@ -256,9 +256,14 @@ def _check_first_tokens(captured: Captured, ones: list[Sent], alone: list[Sent],
     return relative_errors(expected, firsts)
 
 
+def allowed_strays(tokens: int) -> int:
+    """How many of a prompt's tokens may be unlike in a mixture of experts."""
+    return max(1, int(STRAYS * tokens))
+
+
 def _excess(errors: torch.Tensor, dtype: str, experts: bool) -> str | None:
     """What is too much about the errors [tokens] of one state between two prefills, in words."""
-    strays = max(1, int(STRAYS * len(errors))) if experts else 0
+    strays = allowed_strays(len(errors)) if experts else 0
     if len(errors) <= strays:
         return None
     largest, median = float(errors.sort().values[-1 - strays]), float(errors.median())

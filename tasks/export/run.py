@@ -88,7 +88,7 @@ def open_export(
     in_places = np.full(len(states), -1)
     in_places[places] = np.arange(len(places))
     shards = [kept for shard in states.shards if len(kept := np.sort(in_places[shard][in_places[shard] >= 0]))]
-    ids = load_plan(Store(store).plan).id
+    ids = load_plan(Store(store).plan).id.to_pylist()
     tables = Tables(states, places, ids, draft_vocab_size, final_norm == "pre")
     job = ExportJob(states, chosen, output, places, shards, ids, norm, final_norm == "pre", mark, tables)
     _begin(job)

@@ -203,6 +203,16 @@ def test_one_wrong_token_among_many_shows_in_the_second_figure() -> None:
     assert worst[1] == pytest.approx(2.0)
 
 
+def test_where_rounding_chooses_experts_a_few_tokens_of_a_row_may_be_anything_and_not_many() -> None:
+    one = torch.randn(1, 1000, 8, generator=torch.Generator().manual_seed(8))
+    few, many = one.clone(), one.clone()
+    few[0, :50] *= -1
+    many[0, :51] *= -1
+    assert differences(one, few, experts=True) == [[0.0], [0.0]]
+    assert differences(one, many, experts=True)[1] == [pytest.approx(2.0)]
+    assert differences(one[:, :1], -one[:, :1], experts=True)[1] == [pytest.approx(2.0)]
+
+
 def test_the_rows_to_extract_again_hold_what_is_doubtful() -> None:
     config = VerifyConfig(reextract_rows=3, reextract_share=0)
     chosen = choose_rows(np.arange(100), config, [42, 7])
