@@ -67,7 +67,7 @@ PROBED = [
     (
         "last chunk missing",
         "post",
-        r"layer 1, token 48 of 64 and all after it: the last chunk is missing",
+        r"layer 1, token \d+ of \d+ and all after it: the last chunk is missing",
     ),
     ("one layer zero", "post", r"is damaged at layer 1: 0 tokens not finite, \d+ all zero"),
     ("NaN in one row", "post", r"is damaged at layer \d+: 1 tokens not finite, 0 all zero"),
@@ -76,7 +76,11 @@ PROBED = [
 # What verify says of rows that were spoiled after the probe, one of them in each.
 VERIFIED = [
     ("late NaN", r"row 1: .*not finite.* 5"),
-    ("late rows +1", r"row 1: its states are not those of its token ids .* moved by \+1"),
+    # Ids by chance, of which a model that knows language thinks nothing, have no proof: the second extraction finds it.
+    (
+        "late rows +1",
+        r"row 1: (its states are not those of its token ids .* moved by \+1|extracted again, layer 1 differs)",
+    ),
 ]
 
 
