@@ -25,10 +25,10 @@ from tasks.storage import is_remote
 from tasks.store.index import Index, load_index, make_index
 from tasks.store.layout import Store, read_extraction
 from tasks.store.record import Record, read_whole_record, record_paths
-from tasks.store.shard import AUX, DTYPES, IDS, LAST, MASK, tensor_name
+from tasks.store.shard import AUX, IDS, LAST, MASK, tensor_name
+from tasks.store.tensors import TORCH
 
 MOST_OPEN = 256  # shards at a time, of each process
-TORCH = {stored: getattr(torch, name) for name, stored in DTYPES.items()} | {"I32": torch.int32, "U8": torch.uint8}
 
 
 class Sample(NamedTuple):
