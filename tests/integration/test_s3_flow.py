@@ -28,8 +28,7 @@ from tasks.storage.bucket import Credentials
 from tasks.store.layout import Store
 from tasks.store.manifest import check_contents
 from tasks.store.record import read_records
-from tests.benchmarks.orchestration import pretend_server
-from tests.benchmarks.pretend_server import LAYERS, VOCABULARY, write_checkpoint
+from tests.benchmarks.pretend_server import LAYERS, VOCABULARY, serving, write_checkpoint
 from tests.conftest import ROOT
 from tests.faults.drill import Service, prefect_service, wait_until
 from tests.integration.faulty_proxy import FaultyProxy
@@ -88,7 +87,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     prefect = prefect_service(folder / "prefect")
     with tempfile.TemporaryDirectory(prefix="drillcore-test-", dir="/dev/shm") as memory:
         staging = Path(memory, "staging")
-        with pretend_server(folder / "model", staging) as (url, _):
+        with serving("tests.benchmarks.pretend_server", str(folder / "model"), str(staging)) as (url, _):
             config = {
                 "name": "to-a-bucket",
                 "dataset": {"path": str(dataset), "max_seq_len": 512},
