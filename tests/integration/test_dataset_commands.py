@@ -46,7 +46,7 @@ def test_conversations_are_prepared_by_one_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "21 records of 1 source(s)" in done.stdout
-    assert "1 no conversation, 10 duplicate" in done.stdout
+    assert "10 duplicate, 1 no conversation" in done.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     tokenizer = tokenizer_of("qwen3")
     for row in rows:
