@@ -33,7 +33,7 @@ class Prepared(BaseModel):
     def text(self) -> str:
         """Lines of name and value."""
         made = self.manifest
-        dropped = [f"{count:,} {reason}" for reason, count in made["dropped"].items()]
+        dropped = [f"{count:,} {reason}" for reason, count in Counter(made["dropped"]).most_common()]
         template = made["template"]
         return as_lines(
             [
