@@ -191,8 +191,8 @@ def test_the_datasets_say_what_they_hold_and_where(recorded: Recorded) -> None:
     # MLflow itself opens the source of the input, and ours the store, if it is as it should be.
     assert Path(mlflow.data.get_source(prompts).load()) == recorded.first.root.parent / "dataset.jsonl"
     assert StoreSource.from_json(states.source).load() == recorded.first
-    with pytest.raises(LineageError, match="s3://bucket/x is not on this machine"):
-        StoreSource("s3://bucket/x").load()
+    with pytest.raises(LineageError, match="gs://bucket/x is not on this machine"):
+        StoreSource("gs://bucket/x").load()
     assert StoreSource("s3://bucket/x")._get_source_type() == "s3"
 
 
