@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config import LineageConfig
-from tasks.errors import LineageError
+from tasks.errors import DrillcoreError, LineageError
+from tasks.storage import as_argument, is_remote
 from tasks.store.layout import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ class Preparation:
 
     def __init__(self, config: LineageConfig, default_uri: str, artifacts: Path):
         """As for `tasks.lineage.record.record_extraction`."""
+        self._arguments = (config, default_uri, artifacts)
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tasks.lineage.apart"],
@@ -51,8 +53,21 @@ class Preparation:
     def record(self, store: Store) -> str:
         """`record_extraction`, once. Raises LineageError if that fails, for whatever reason."""
         self.join()
-        run_id: str = self._ask({"store": str(store.root.absolute())}, store)
+        if is_remote(store.root):
+            return self._record_here(store)
+        run_id: str = self._ask({"store": str(Path(str(store.root)).absolute())}, store)
         return run_id
+
+    def _record_here(self, store: Store) -> str:
+        """A store in a bucket: its keys may be known to this process only, and are told to no other."""
+        from tasks.lineage.record import record_extraction
+
+        try:
+            return record_extraction(store, *self._arguments)
+        except LineageError:
+            raise
+        except DrillcoreError as error:
+            raise LineageError(f"{error} Later: python -m flows record {as_argument(store.root)}") from error
 
     def close(self) -> None:
         """End the process, whatever it is at. A record that it cuts short can be made up for."""
