@@ -102,7 +102,9 @@ class RealStore:
                 writer.add(one.row, raw(one.aux), raw(one.last), one.ids, one.mask)
             written = writer.finish()
         rows = [
-            RowRecord(one.row, len(one.ids), rms_of(one.aux, one.last) if one.rms is None else one.rms, [0] * 9)
+            RowRecord(
+                one.row, len(one.ids), rms := rms_of(one.aux, one.last) if one.rms is None else one.rms, [0] * len(rms)
+            )
             for one in samples
         ]
         record = Record(self.fingerprint, batch, part, path.name, written.bytes, written.checksum, "raw", rows, [], {})

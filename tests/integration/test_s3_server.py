@@ -15,7 +15,7 @@ from tests.integration.serving import cpu_config, serving, stored_states
 from tests.integration.tiny_models import VOCABULARY, make_checkpoint
 from tests.unit.helpers import write_jsonl
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 def test_states_of_a_real_server_reach_a_bucket_through_a_bad_network(
