@@ -1,11 +1,13 @@
 """Small file operations with promises: atomic writes, checksums, hashes."""
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:  # a trainer that reads a store has neither PyArrow nor xxhash
     import pyarrow as pa
@@ -25,10 +27,17 @@ def write_atomic(path: Location, data: bytes, workspace: Path | None = None) -> 
     if isinstance(path, S3Path):
         path.write_bytes(data)
         return
+    with atomic_file(path, workspace) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, workspace: Path | None = None, buffering: int = -1) -> Iterator[BinaryIO]:
+    """A local file to fill, which has its name once it is whole and on the disk; buffering: as for `open`."""
     temporary = temporary_for(path, workspace)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
+        with temporary.open("wb", buffering=buffering) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -32,7 +32,7 @@ from tasks.dataset.prepare.tokenizing import (
     tokenize_block,
 )
 from tasks.errors import DatasetError
-from tasks.files import sha256_of, sync_directory, temporary_for, write_json
+from tasks.files import atomic_file, sha256_of, write_json
 from tasks.origin import describe_origin
 
 DUPLICATE = "duplicate"
@@ -200,25 +200,16 @@ def _without_duplicates(spool: Spool) -> np.ndarray:
 def _write(path: Path, spool: Spool, order: np.ndarray, progress: Progress, show: Show) -> str:
     """The rows in this order, whole or not at all; returns the file's SHA-256."""
     digest, source = hashlib.sha256(), spool.file.fileno()
-    temporary = temporary_for(path)
-    try:
-        with temporary.open("wb", buffering=1 << 20) as file:
-            for offset, size in zip(spool.columns["offset"][order].tolist(), spool.columns["size"][order].tolist()):
-                line = os.pread(source, size, offset)
-                if len(line) != size:
-                    raise DatasetError(f"The spool file beside {path} was cut short.")
-                file.write(line)
-                digest.update(line)
-                progress.written += 1
-                if progress.written % 1000 == 0:
-                    show(progress)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    with atomic_file(path, buffering=1 << 20) as file:
+        for offset, size in zip(spool.columns["offset"][order].tolist(), spool.columns["size"][order].tolist()):
+            line = os.pread(source, size, offset)
+            if len(line) != size:
+                raise DatasetError(f"The spool file beside {path} was cut short.")
+            file.write(line)
+            digest.update(line)
+            progress.written += 1
+            if progress.written % 1000 == 0:
+                show(progress)
     show(progress)
     return digest.hexdigest()
 
