@@ -41,6 +41,7 @@ TOKENS = 2353  # a row of the reference dataset, on average
 IDS = np.arange(TOKENS, dtype=np.int32)
 ROW_BYTES = TOKENS * 4 * CAPTURED.hidden_size * 2
 BATCHES = 8  # at a time, as in the flow
+BATCH_ROWS = 2  # shards of 270 MB: many follow each other, as in a long run
 HEAD = 4096  # bytes of a dump before its data
 PREPARED, STAGING = "prepared", "staging"
 
@@ -79,7 +80,7 @@ def main() -> None:
     if options.serve:
         asyncio.run(listen(PreparedDumps(options.folder, options.serve).generate, {}))
         return
-    rows = max(BATCHES, round(options.gib * (1 << 30) / ROW_BYTES))
+    rows = max(BATCHES * BATCH_ROWS, round(options.gib * (1 << 30) / ROW_BYTES))
     result: dict[str, Any] = {"cores": os.cpu_count(), "load before": os.getloadavg()[0]}
     result |= {"rows": rows, "bytes": rows * ROW_BYTES}
     for name, folder in (("folder", options.folder), ("shared memory", Path("/dev/shm"))):
@@ -120,9 +121,9 @@ def measure(rows: int, folder: Path) -> dict[str, float]:
 
 
 def extract(server: AttachedServer, store: Store, rows: int) -> None:
-    """All rows in BATCHES batches, as the flow does it."""
+    """All rows, BATCHES batches of them at a time, as the flow does it."""
     mask = np.ones(TOKENS, dtype=np.uint8)
-    parts = [part.tolist() for part in np.array_split(np.arange(rows), BATCHES)]
+    parts = [range(first, min(first + BATCH_ROWS, rows)) for first in range(0, rows, BATCH_ROWS)]
     with (
         WriterLock(store.lock) as lock,
         PrefillEngine([server], CAPTURED, ExtractionConfig(), 8 << 30) as engine,
@@ -133,7 +134,7 @@ def extract(server: AttachedServer, store: Store, rows: int) -> None:
             chosen = [Row(number, IDS, mask, str(number)) for number in parts[batch]]
             assert extract_batch(batch, chosen, engine, store, "f", lock).failed == []
 
-        list(threads.map(one, range(BATCHES)))
+        list(threads.map(one, range(len(parts))))
 
 
 def copy(dumps: Path, target: Path) -> None:
