@@ -203,7 +203,7 @@ def open_output(preflight: Preflight) -> None:
     store = preflight.store
     if not check_owner(store, preflight.parts):
         create_store(store, preflight.parts, preflight.config.model_dump(mode="json"))
-    if not preflight.inspection.same_files(inspect_store(store, preflight.fingerprint)):
+    if inspect_store(store, preflight.fingerprint).contents != preflight.inspection.contents:
         raise OutputError(f"Another run wrote to {store.root} while this one was checking it. Start this one again.")
     store.manifest.unlink(missing_ok=True)
     store.ledger.unlink(missing_ok=True)
@@ -343,7 +343,7 @@ def _with_progress_of_output(preflight: Preflight, only_failed: bool, deep: bool
     left = (rows[wanted[rows]] for rows in plan.rows_by_batch())
     missing = {batch: rows for batch, rows in enumerate(left) if len(rows)}
     return dataclasses.replace(
-        preflight, plan=plan, resumed=resumed, inspection=inspection, books=books, missing=missing
+        preflight, plan=plan, resumed=resumed, inspection=inspection.without_rows(), books=books, missing=missing
     )
 
 

@@ -137,3 +137,8 @@ def load_plan(path: Location) -> Plan:
             )
     except (OSError, KeyError, pa.ArrowException) as error:
         raise StoreError(f"The plan {path} cannot be read ({error}). Restore it, or start a new output.") from error
+
+
+def give_back_memory() -> None:
+    """What Arrow keeps of a plan that is gone, or of reading one: 80 MB of a million rows."""
+    pa.default_memory_pool().release_unused()

@@ -1,10 +1,11 @@
 """What a store really has: its commit records against its files. Resuming starts from this, never from a list."""
 
+import hashlib
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tasks.errors import StoreError
 from tasks.files import checksum_of, human_bytes
@@ -26,11 +27,13 @@ class Inspection:
     """Their shard is not."""
     unfinished: list[Location]
     """Records of which only a part was written."""
+    contents: str
+    """SHA-256 over the names and the contents of all record files: another one when somebody wrote to the store."""
 
-    def same_files(self, other: "Inspection") -> bool:
-        """Whether nobody wrote to the store between the two; one may have looked deeper than the other."""
-        mine, others = (in_order([*one.records, *one.damaged]) for one in (self, other))
-        return mine == others and self.unfinished == other.unfinished
+    def without_rows(self) -> "Inspection":
+        """What is needed once the books are made: of a million rows the records take 44 MB."""
+        records, damaged = ([replace(record, rows=[]) for record in part] for part in (self.records, self.damaged))
+        return replace(self, records=records, damaged=damaged)
 
     def useless_files(self, store: Store) -> list[Location]:
         """Shards that no record counts: damaged, or never committed."""
@@ -45,7 +48,7 @@ class Inspection:
         ]
 
 
-NOTHING = Inspection([], [], [])
+NOTHING = Inspection([], [], [], hashlib.sha256().hexdigest())
 
 
 def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspection:
@@ -56,8 +59,10 @@ def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspect
     records: list[Record] = []
     damaged: list[Record] = []
     unfinished: list[Location] = []
+    contents = hashlib.sha256()
     sizes = shard_sizes(store)
     for path, data in with_contents(record_paths(store)):
+        contents.update(b"%s %d\n%s" % (path.name.encode(), len(data), data))
         record = parse_record(path, data)
         if record is None:
             unfinished.append(path)
@@ -72,7 +77,7 @@ def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspect
     if deep and (spoiled := _with_other_checksum(store, records)):
         damaged += spoiled
         records = [record for record in records if record not in spoiled]
-    return Inspection(in_order(records), in_order(damaged), unfinished)
+    return Inspection(in_order(records), in_order(damaged), unfinished, contents.hexdigest())
 
 
 def shard_sizes(store: Store) -> dict[str, int]:

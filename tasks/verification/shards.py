@@ -4,7 +4,7 @@ A piece of a few megabytes is read from the file into one buffer, hashed and mea
 not grow with shards or rows, and the pieces come in the order of the file, as a remote store would send them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,15 +59,22 @@ class Checked:
     figures: Figures
 
 
-def join(figures: list[Figures], states: int) -> Figures:
-    """The figures of several shards as those of one; takes them out of the list."""
-    columns = {name: [getattr(one, name) for one in figures if len(one.row)] for name in FIGURES}
-    figures.clear()  # with each column that is joined go its parts
-    joined = {}
-    for name, dtype in FIGURES.items():
-        none: np.ndarray = np.empty((0, states) if name in ("median", "largest") else (0,), dtype)
-        joined[name] = np.concatenate([none, *columns.pop(name)])
-    return Figures(**joined)
+def join(figures: Iterable[Figures], rows: int, states: int) -> Figures:
+    """The figures of several shards, of at most so many rows together, as those of one.
+
+    Each goes into its place as it comes: many small arrays that are freed at the end leave holes that nobody fills.
+    """
+    joined: dict[str, np.ndarray] = {
+        name: np.empty((rows, states) if name in ("median", "largest") else rows, dtype)
+        for name, dtype in FIGURES.items()
+    }
+    end = 0
+    for one in figures:
+        begin, end = end, end + len(one.row)
+        if begin < end:
+            for name, column in joined.items():
+                column[begin:end] = getattr(one, name)
+    return Figures(**{name: column[:end] for name, column in joined.items()})
 
 
 class ShardReader:

@@ -1,6 +1,7 @@
 """The verification, in order: books, shards, distribution, proofs, second extraction; then ledger and manifest."""
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tasks.config import VerifyConfig
-from tasks.dataset.plan import Plan, load_plan
+from tasks.dataset.plan import Plan, give_back_memory, load_plan
 from tasks.errors import DatasetError, ExtractionError, StoreError, VerificationError
 from tasks.extraction.engine import PrefillEngine
 from tasks.files import sha256_of
@@ -40,7 +41,7 @@ from tasks.verification.proof import prove
 from tasks.verification.reading import ReadingProgress, Show, read_shards
 from tasks.verification.reextract import Comparison, choose_rows, compare, read_comparison
 from tasks.verification.repair import withdraw
-from tasks.verification.shards import Figures, ShardReader, join
+from tasks.verification.shards import Checked, Figures, ShardReader, join
 from tasks.verification.stored import StoredRows
 
 
@@ -110,7 +111,11 @@ _REPAIR = (
 def _plan_of(store: Store, known: Plan | None) -> Plan:
     """The store's plan, read from its file; `known`, if that is the same."""
     read = load_plan(store.plan)
-    return known if known is not None and known.same(read) else read
+    if known is None or not known.same(read):
+        return read
+    del read
+    give_back_memory()
+    return known
 
 
 def comparison_due(store: Store, config: VerifyConfig) -> bool:
@@ -163,16 +168,20 @@ class _Verification:
         strange = {problem.record for problem in self.problems if problem.row is None}
         readable = [record for record in self.records if self._name(record) not in strange]
         found: list[Problem] = []
-        figures: list[Figures] = []
+
+        def figures_of(shards: Iterable[Checked]) -> Iterator[Figures]:
+            for checked in shards:
+                found.extend(checked.problems)
+                yield checked.figures
+
         with KeptChecks(self.store, context, fresh) as kept:
-            for checked in read_shards(readable, self._reader, kept, show, progress):
-                found += checked.problems
-                figures.append(checked.figures)
+            shards = read_shards(readable, self._reader, kept, show, progress)
+            figures = join(figures_of(shards), sum(len(record.rows) for record in readable), len(self.names))
         self.problems += sorted(found, key=lambda problem: (problem.record or "", problem.row or 0))
         outcome = self.outcome
         outcome.seconds = round(time.monotonic() - progress.started, 3)
         outcome.bytes_read, outcome.bytes_kept = progress.bytes_done, progress.bytes_kept
-        self._look_at(join(figures, len(self.names)))
+        self._look_at(figures)
         self._prove()
 
     def _reader(self, count: Any) -> ShardReader:
@@ -191,7 +200,9 @@ class _Verification:
             if outlier.far:
                 self._suspect(outlier.row, outlier.text())
         several = tokens > 1  # the state of a first token depends on little but its place
-        shared, twins = find_duplicates(rows[several], figures.last[good][several], figures.ids[good][several])
+        last, ids = figures.last[good][several], figures.ids[good][several]
+        del figures, median  # a million rows' memory
+        shared, twins = find_duplicates(rows[several], last, ids)
         outcome.duplicates = {"same_ids": sum(map(len, twins)), "shared_states": sum(map(len, shared))}
         self.problems += shared_states(shared, self.stored)
         self.problems += differing_twins(self.store, twins, self.stored)

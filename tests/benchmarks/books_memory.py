@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 import flows.extract
-from tasks.dataset.plan import ACTIONS, EXTRACT, Plan, assign_batches, load_plan, save_plan
+from tasks.dataset.plan import ACTIONS, EXTRACT, Plan, assign_batches, give_back_memory, load_plan, save_plan
 from tasks.report.facts import reasons_of, throughput_of
 from tasks.store.books import balance, write_ledger
 from tasks.store.inspection import inspect_store
@@ -66,21 +66,26 @@ def figures_of(record: Record) -> Figures:
 def replay(store: Store) -> dict[str, Any]:
     """Peak memory in MB after each step."""
     peaks = {"imports": peak()}
-    kept = load_plan(store.plan), inspect_store(store, "f")
-    in_preflight = balance(kept[0], kept[1].records)
+    planned, inspection = load_plan(store.plan), inspect_store(store, "f")
+    in_preflight = balance(planned, inspection.records)
+    kept = planned, inspection.without_rows()
+    del planned, inspection
     peaks["preflight"] = peak()
     read = load_plan(store.plan)
     plan = kept[0] if kept[0].same(read) else read
     del read
+    give_back_memory()
     records = read_records(store)
     books, stored = balance(plan, records), StoredRows(store, records, len(plan))
     peaks["books"] = peak()
-    figures = join([figures_of(record) for record in records], len(STATES))
+    figures = join(map(figures_of, records), sum(len(record.rows) for record in records), len(STATES))
     describe(STATES, figures.median, figures.largest)
     find_outliers(STATES, figures.row, plan.tokens[figures.row], figures.median)
     several = plan.tokens[figures.row] > 1
-    find_duplicates(figures.row[several], figures.last[several], figures.ids[several])
-    del figures, several
+    rows, last, ids = figures.row[several], figures.last[several], figures.ids[several]
+    del figures
+    find_duplicates(rows, last, ids)
+    del rows, last, ids, several
     peaks["figures"] = peak()
     write_ledger(store.ledger, plan, books)
     assert len(stored) == len(books) == len(in_preflight) == len(plan)
