@@ -38,6 +38,7 @@ from tasks.storage.bucket import CredentialsSource
 from tasks.store.attempts import Sampler
 from tasks.store.books import DONE, TRUNCATED
 from tasks.store.bucket_lock import writer_lock
+from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
@@ -201,7 +202,7 @@ def verify_step(session: Session) -> Verified:
             show=lambda progress: get_run_logger().info("%s", progress.text()),
         )
     finally:
-        _report(session)
+        show_report(session.store)
     get_run_logger().info(
         "%d shards read, %d tokens, %s; %d rows extracted again, largest difference %s; digest %s",
         verified.shards,
@@ -214,12 +215,12 @@ def verify_step(session: Session) -> Verified:
     return verified
 
 
-def _report(session: Session) -> None:
+def show_report(store: Store) -> None:
     """Write the report of what was verified, passed or not, and show it in Prefect. Its failure is a warning."""
     try:
-        path, text = write_report(session.store), markdown_report(session.store)
+        path, text = write_report(store), markdown_report(store)
         if path and text:
-            create_markdown_artifact(text, key="verification", description=f"Verification of {session.store.root}")
+            create_markdown_artifact(text, key="verification", description=f"Verification of {store.root}")
             get_run_logger().info("report: %s", path)
     except Exception as error:
         get_run_logger().warning("the report could not be written: %s", error)
