@@ -56,7 +56,11 @@ EndpointUrl = Annotated[str | None, AfterValidator(_without_keys)]
 class Section(BaseModel):
     """Base of the config's sections: unknown keys are errors, values do not change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        model_title_generator=lambda kind: kind.__name__.removesuffix("Config"),  # over it in Prefect's form
+    )
 
 
 class DatasetConfig(Section):
