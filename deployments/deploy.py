@@ -6,8 +6,10 @@ python -m deployments.deploy --notify slack-webhook/operators # and say where to
 """
 
 import argparse
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,12 @@ def deploy(extractions: int = 1, notify: str | None = None) -> None:
             make_pool(client, extractions)
             for name, what in put_automations(client, read_automations(_block_id(client, notify))):
                 print(f"  {what:<10} {name}", flush=True)
+            with schedules_kept(client):
+                command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+                if code := subprocess.run(command, cwd=ROOT).returncode:
+                    raise SetupError(f"`prefect deploy --all` failed with exit code {code}: see above.")
         except httpx.TransportError as error:
             raise SetupError(f"The Prefect server at {client.api_url} does not answer: {error}") from error
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    if code := subprocess.run(command, cwd=ROOT).returncode:
-        raise SetupError(f"`prefect deploy --all` failed with exit code {code}: see above.")
     print(f"\n  Now start a worker on each node, in {ROOT}:\n  prefect worker start --pool {POOL}")
 
 
@@ -107,6 +110,26 @@ def put_automations(client: SyncPrefectClient, automations: list[AutomationCore]
             client.create_automation(automation)
         done.append((automation.name, "updated" if there else "created"))
     return done
+
+
+@contextlib.contextmanager
+def schedules_kept(client: SyncPrefectClient) -> Iterator[None]:
+    """What was set on the page stays: `prefect deploy` sets schedules back to what prefect.yaml says."""
+    before = {
+        (deployment.id, schedule.slug): schedule
+        for deployment in client.read_deployments()
+        if "drillcore" in deployment.tags
+        for schedule in deployment.schedules
+        if schedule.slug
+    }
+    yield
+    for deployment_id, slug in before:
+        for now in client.read_deployment_schedules(deployment_id):
+            if now.slug == slug:
+                old = before[deployment_id, slug]
+                client.update_deployment_schedule(
+                    *(deployment_id, now.id), active=old.active, schedule=old.schedule, parameters=old.parameters
+                )
 
 
 def _block_id(client: SyncPrefectClient, notify: str | None) -> str | None:
