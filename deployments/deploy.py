@@ -115,21 +115,20 @@ def put_automations(client: SyncPrefectClient, automations: list[AutomationCore]
 @contextlib.contextmanager
 def schedules_kept(client: SyncPrefectClient) -> Iterator[None]:
     """What was set on the page stays: `prefect deploy` sets schedules back to what prefect.yaml says."""
-    before = {
-        (deployment.id, schedule.slug): schedule
-        for deployment in client.read_deployments()
-        if "drillcore" in deployment.tags
-        for schedule in deployment.schedules
-        if schedule.slug
-    }
+    before = [one for one in client.read_deployments() if "drillcore" in one.tags]
     yield
-    for deployment_id, slug in before:
-        for now in client.read_deployment_schedules(deployment_id):
-            if now.slug == slug:
-                old = before[deployment_id, slug]
-                client.update_deployment_schedule(
-                    *(deployment_id, now.id), active=old.active, schedule=old.schedule, parameters=old.parameters
-                )
+    for deployment in before:
+        there = {schedule.slug: schedule.id for schedule in client.read_deployment_schedules(deployment.id)}
+        for old in deployment.schedules:
+            # One that was made on the page has no slug, and is gone now.
+            if old.slug is None or old.slug not in there:
+                made = client.create_deployment_schedules(deployment.id, [(old.schedule, old.active)])
+                now = made[0].id
+            else:
+                now = there[old.slug]
+            client.update_deployment_schedule(
+                deployment.id, now, active=old.active, schedule=old.schedule, parameters=old.parameters
+            )
 
 
 def _block_id(client: SyncPrefectClient, notify: str | None) -> str | None:
