@@ -6,15 +6,18 @@ Where the store is complete already, the steps that need a server are left out.
 import concurrent.futures
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, unmapped
+from prefect.artifacts import create_table_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 from pydantic import Field
 
+from flows.logs import warnings_on_the_page
 from flows.places import credentials_of
 from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
@@ -79,7 +82,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
     """
     if attempt > 1:
         _wait_for_writer(config)
-    with preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
+    with warnings_on_the_page(), preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if session.needs_server():
             prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
@@ -91,7 +94,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
             get_run_logger().info("nothing is left to extract: no server is needed")
         verified = verify_step(session)
         run_id = record_step(session, mlflow_uri(), mlflow_artifacts())
-    return Summary(
+    summary = Summary(
         rows=verified.rows,
         tokens=verified.tokens,
         bytes=verified.bytes,
@@ -106,6 +109,17 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
         mlflow_run=run_id,
         output_argument=as_argument(session.store.root),
     )
+    _show_summary(config.name, summary)
+    return summary
+
+
+def _show_summary(name: str, summary: Summary) -> None:
+    """On the page, as the terminal has it."""
+    try:
+        lines = [{"what": what, "value": value} for what, value in summary.lines()]
+        create_table_artifact(lines, key="summary", description=f"What the extraction {name} came to")
+    except Exception as error:
+        get_run_logger().warning("the summary could not be shown: %s", error)
 
 
 def _wait_for_writer(config: ExtractConfig) -> None:
@@ -120,6 +134,13 @@ def _wait_for_writer(config: ExtractConfig) -> None:
             time.sleep(LOOK)
 
 
+def _places(session: Session) -> list[tuple[str, Path]]:
+    """Whose free room the page shows."""
+    output, spool = session.store.root, session.preflight.spool
+    places = [("spool", spool)] if spool else [("output", Path(str(output)))]
+    return [*places, ("staging", session.config.staging.path)]
+
+
 def _extract_batches(session: Session) -> dict[str, Any]:
     """Map the batches with missing rows over the servers; returns the run's figures."""
     assert session.engine is not None
@@ -132,7 +153,8 @@ def _extract_batches(session: Session) -> dict[str, Any]:
         work: list[Any] = [future.wrapped_future for future in futures]  # type: ignore[attr-defined]  # of threads
         try:
             rows, tokens = preflight.missing_rows, preflight.missing_tokens
-            with sampler(session, _flow_run()), ProgressReport(rows, tokens) as report:
+            report = ProgressReport(rows, tokens, _places(session), session.troubles)
+            with sampler(session, _flow_run()), report:
                 while concurrent.futures.wait(work, timeout=TICK).not_done:
                     report.show(progress)
                 seconds = time.monotonic() - started  # what comes now tells Prefect about it

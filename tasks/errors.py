@@ -104,3 +104,7 @@ class VerificationError(DrillcoreError):
 
 class LineageError(DrillcoreError):
     """MLflow could not be reached or refused the record. The data is not touched by it."""
+
+
+class StoppedError(DrillcoreError):
+    """Somebody ended the run from outside. What was committed stays."""

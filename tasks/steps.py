@@ -23,6 +23,7 @@ from tasks.dataset.rows import read_planned
 from tasks.errors import LineageError, WriteError
 from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
+from tasks.extraction.trouble import Trouble, troubles_of
 from tasks.files import human_bytes, write_json
 from tasks.lineage.early import Preparation
 from tasks.origin import describe_origin
@@ -61,6 +62,7 @@ class Session:
         self.servers: list[Server] = []
         self.facts: list[ServerFacts] = []
         self.engine: PrefillEngine | None = None
+        self.troubles: list[Trouble] = []
         self.mlflow: Preparation | None = None
         self.resources = contextlib.ExitStack()
 
@@ -70,6 +72,11 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.resources.close()
+
+    def add_trouble(self, trouble: Trouble) -> None:
+        """Remember it for the page; what stops one batch stops all, and is said once."""
+        if trouble.rows or all(trouble.reason != other.reason or other.rows for other in self.troubles):
+            self.troubles.append(trouble)
 
     def needs_server(self) -> bool:
         """Whether rows are missing, or a share of them was not extracted a second time yet."""
@@ -178,9 +185,14 @@ def extract_step(batch: int, session: Session) -> BatchResult:
         rows = list(read_planned(session.config.dataset.path, preflight.plan, numbers, preflight.model.vocab_size))
         result = extract_batch(batch, rows, session.engine, session.store, preflight.fingerprint, session.lock)
     except Exception as error:
-        if not (isinstance(error, WriteError) and task_run.run_count <= len(RETRY_DELAYS)):
+        again = isinstance(error, WriteError) and task_run.run_count <= len(RETRY_DELAYS)
+        what = f"tried again in {RETRY_DELAYS[task_run.run_count - 1]:.0f} s" if again else "stopped the run"
+        session.add_trouble(Trouble(batch, what, "", str(error)))
+        if not again:
             session.engine.close(error)
         raise
+    for trouble in troubles_of(result):
+        session.add_trouble(trouble)
     for failure in result.failed:
         logger.error("batch %06d: row %d failed: %s", batch, failure.row, failure.reason)
     logger.info("batch %06d: %d rows, %d tokens, %s", batch, result.rows, result.tokens, human_bytes(result.bytes))
