@@ -7,6 +7,7 @@ python -m deployments.deploy --notify slack-webhook/operators # and say where to
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,8 @@ def deploy(extractions: int = 1, notify: str | None = None) -> None:
                 print(f"  {what:<10} {name}", flush=True)
             with schedules_kept(client):
                 command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-                if code := subprocess.run(command, cwd=ROOT).returncode:
+                # prefect.yaml has the worker's folder from PWD, which only a shell sets.
+                if code := subprocess.run(command, cwd=ROOT, env=os.environ | {"PWD": str(ROOT)}).returncode:
                     raise SetupError(f"`prefect deploy --all` failed with exit code {code}: see above.")
         except httpx.TransportError as error:
             raise SetupError(f"The Prefect server at {client.api_url} does not answer: {error}") from error

@@ -1,4 +1,4 @@
-"""What an operator counts on: an extraction that is disturbed ends complete without a hand, and stops when it is told to.
+"""What an operator counts on: a disturbed extraction ends complete without a hand, and stops when it is told to.
 
 A real Prefect server with our deployments and automations, and real workers. The SGLang server is attached to.
 """

@@ -1,6 +1,7 @@
 """prefect.yaml, automations and settings: Prefect accepts typing errors in silence, so these do not."""
 
 import copy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -206,3 +207,30 @@ def test_without_a_server_the_command_says_what_to_set(tmp_path: Path) -> None:
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert "No Prefect server is named. Set PREFECT_API_URL" in run.stderr
+
+
+@pytest.mark.parametrize("unit", ["drillcore-prefect", "drillcore-mlflow", "drillcore-worker"])
+def test_a_unit_is_one_that_systemd_takes(unit: str, tmp_path: Path) -> None:
+    command = shutil.which("systemd-analyze")
+    if command is None:
+        pytest.skip("systemd-analyze is not here")
+    text = (DEPLOYMENTS / "systemd" / f"{unit}.service").read_text()
+    # Where the checkout and its environment are; and the order of units that this machine does not have.
+    here = text.replace("/opt/drillcore/.venv/bin/python", sys.executable).replace("/opt/drillcore", str(ROOT))
+    copy_of_it = tmp_path / f"{unit}.service"
+    copy_of_it.write_text(here)
+    verified = subprocess.run([command, "verify", str(copy_of_it)], capture_output=True, text=True)
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def test_compose_gives_the_worker_gpus_memory_and_time_to_end() -> None:
+    services = yaml.safe_load((DEPLOYMENTS / "containers" / "compose.yaml").read_text())["services"]
+    worker = services["worker"]
+    assert worker["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert worker["shm_size"] == "96gb"
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    assert published
+    assert all(port.startswith("127.0.0.1:") for port in published)
+    folder = DEPLOYMENTS / "containers"
+    files = [folder / service["env_file"] for service in services.values() if "env_file" in service]
+    assert all(file.exists() for file in files)
