@@ -1,7 +1,10 @@
 """A Prefect server with our deployments, and workers that run them: what an operator has."""
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import yaml
 
 from deployments.deploy import POOL
 from tasks.store.layout import Store
-from tests.faults.drill import Run, Service, committed, wait_until
+from tests.faults.drill import Run, Service, committed, prefect_service, wait_until
 
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
@@ -26,6 +29,24 @@ class Operated:
     """Where the processes' output goes."""
     deployments: dict[str, str] = field(default_factory=dict)
     """Ids by name."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def cold(cls, folder: Path) -> Iterator["Operated"]:
+        """A Prefect server with a database and a state folder of its own, nothing deployed yet; ended afterwards."""
+        service = prefect_service(folder / "prefect")
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"},
+            "NO_COLOR": "1",
+            "DRILLCORE_HOME": str(folder / "home"),
+            "PREFECT_HOME": str(folder / "prefect-home"),
+        }
+        try:
+            service.start()
+            yield cls(service, environment, folder)
+        finally:
+            Run.end_all()
+            service.stop()
 
     @property
     def api(self) -> str:

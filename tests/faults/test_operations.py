@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from flows.extract import MOST_ATTEMPTS
 from tasks.store.layout import Store
 from tests.faults.drill import Run, Service, Site, hashes, prefect_service, wait_until
 from tests.faults.operated import Operated, wait_for_commits, writers
@@ -191,36 +190,3 @@ def test_a_paused_run_ends_and_goes_on_when_it_is_resumed(
     assert len(writers(store)) == 2
     site.assert_complete(store)
     end(worker)
-
-
-def test_crashes_are_followed_by_so_many_attempts_and_no_more(operated: Operated, config: Path) -> None:
-    """No worker: the runs are only said to have crashed."""
-    flow_run = operated.submit("extract", config)
-    for attempt in range(1, MOST_ATTEMPTS + 1):
-        runs = operated.attempts(flow_run)
-        assert [run["parameters"]["attempt"] for run in runs] == list(range(1, attempt + 1))
-        operated.set_state(runs[-1]["id"], "CRASHED")
-        if attempt < MOST_ATTEMPTS:
-            wait_until(lambda attempt=attempt: len(operated.attempts(flow_run)) > attempt, 30, "the next attempt")
-    refused = {"filter": {"event": {"name": ["prefect.automation.action.failed"]}}}
-
-    def said() -> str:
-        return str(operated.post("events/filter", refused)["events"])
-
-    wait_until(
-        lambda: f"{MOST_ATTEMPTS + 1} is greater than the maximum of {MOST_ATTEMPTS}" in said(), 30, "the refusal"
-    )
-    assert len(operated.attempts(flow_run)) == MOST_ATTEMPTS
-
-
-def test_wrong_parameters_are_refused_at_deploy_and_at_run(
-    site: Site, operated: Operated, config: Path, tmp_path: Path
-) -> None:
-    text = (Path(__file__).parent.parent.parent / "prefect.yaml").read_text()
-    bad = tmp_path / "prefect.yaml"
-    bad.write_text(text.replace("max_seq_len: 8192", "max_seq_len: none", 1))
-    run = operated.run("prefect", "--no-prompt", "deploy", "--name", "extract", "--prefect-file", str(bad))
-    assert run.wait(120) == 1
-    said = " ".join((run.out + run.err).split())
-    assert "config.dataset.max_seq_len" in said
-    assert "'none' is not of type 'integer'" in said

@@ -1,7 +1,6 @@
 """From nothing to a verified output as an operator does it: a Prefect server, one command, a worker, a form."""
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from tasks.store.layout import Store
 from tasks.verification import read_manifest
-from tests.faults.drill import Run, make_rows, prefect_service, wait_until
+from tests.faults.drill import Run, make_rows, wait_until
 from tests.faults.operated import Operated, wait_for_commits
 from tests.integration.serving import CPU_ARGUMENTS, cpu_config
 from tests.integration.tiny_models import VOCABULARY, make_checkpoint
@@ -27,18 +26,8 @@ ROWS = 96
 @pytest.fixture(scope="module")
 def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Operated, Run]]:
     """All that is needed, started cold; and its worker."""
-    folder = tmp_path_factory.mktemp("operated")
-    service = prefect_service(folder / "prefect")
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"},
-        "NO_COLOR": "1",
-        "DRILLCORE_HOME": str(folder / "home"),
-        "PREFECT_HOME": str(folder / "prefect-home"),
-    }
-    try:
-        began = time.monotonic()
-        service.start()
-        operated = Operated(service, environment, folder)
+    began = time.monotonic()
+    with Operated.cold(tmp_path_factory.mktemp("operated")) as operated:
         operated.deploy()
         worker = operated.worker()
         print(f"server, deployments and worker after {time.monotonic() - began:.1f} s")
@@ -46,9 +35,6 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Operate
         worker.process.send_signal(signal.SIGTERM)
         worker.wait(60)
         worker.assert_no_orphans()
-    finally:
-        Run.end_all()
-        service.stop()
 
 
 @pytest.fixture(scope="module")
