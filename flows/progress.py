@@ -124,11 +124,16 @@ class ProgressReport:
         self.told = count
 
     def _describe(self, done: Done, rate: float) -> str:
-        bytes_rate = done.bytes * rate / max(1, done.tokens)
         free = "".join(f", {human_bytes(free_bytes(path))} free in the {name}" for name, path in self.places)
         left = f"{human_seconds((self.tokens - done.tokens) / rate)} left" if rate else "starting"
+        bytes_rate = _bytes_rate(done.bytes * rate / max(1, done.tokens))
         return (
             f"{done.rows:,} of {self.rows:,} rows, {done.tokens:,} of {self.tokens:,} tokens, "
-            f"{human_bytes(done.bytes)}, {rate:,.0f} tokens/s, {bytes_rate / 1e9:.2f} GB/s, {left}, "
+            f"{human_bytes(done.bytes)}, {rate:,.0f} tokens/s, {bytes_rate}, {left}, "
             f"{done.in_flight} in flight, {done.retries} retries, {done.restarts} restarts, {done.failed} failed{free}"
         )
+
+
+def _bytes_rate(rate: float) -> str:
+    """Bytes a second, in powers of ten as disks and networks are sold."""
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e7 else f"{rate / 1e6:.2f} MB/s"

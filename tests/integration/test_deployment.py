@@ -80,7 +80,7 @@ def test_an_extraction_from_the_form_ends_verified(operated: tuple[Operated, Run
     assert {"extraction", "verification", "summary"} <= set(shown)
     assert "trouble" not in shown
     assert shown["extraction"]["data"] == 100
-    for figure in (f"{ROWS} of {ROWS} rows", "tokens/s", "GB/s", "retries", "restarts", "free in the output"):
+    for figure in (f"{ROWS} of {ROWS} rows", "tokens/s", "B/s", "retries", "restarts", "free in the output"):
         assert figure in shown["extraction"]["description"]
 
     checked = prefect.submit("verify", {"output": str(store.root)})
