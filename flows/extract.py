@@ -42,7 +42,7 @@ from tasks.store.bucket_lock import writer_lock
 from tasks.store.layout import Store
 
 TICK = 0.5  # seconds between two looks at the progress
-LOOK = 15.0  # seconds between two looks whether the attempt before has ended
+LOOK = 30.0  # seconds between two looks whether the attempt before has ended
 
 
 MOST_ATTEMPTS = 6  # the API refuses to create another one
