@@ -77,12 +77,13 @@ class ProgressReport:
         rate = done.tokens / seconds if seconds else 0.0
         finished = done.rows + done.failed == self.rows
         self.bar.update(self.line, completed=done.rows, rate=f"{rate:,.0f} tokens/s")
-        text = self._describe(done, rate)
+        figures = self._describe(done, rate)
         if now >= self.next_artifact or finished:
-            self._tell_prefect(100 * done.tokens / max(1, self.tokens), text, finished)
+            percent = round(100 * done.tokens / max(1, self.tokens), 1)
+            self._tell_prefect(percent, "\n\n".join(figures), finished)  # Markdown
             self.next_artifact = now + ARTIFACT_EVERY
         if now >= self.next_log:
-            get_run_logger().info("%s", text)
+            get_run_logger().info("%s", ", ".join(figures))
             self.next_log = now + LOG_EVERY
         if self.orders.order is not None and not finished:
             get_run_logger().warning("%s", self.orders.order)
@@ -123,15 +124,18 @@ class ProgressReport:
                 client.update_artifact(self.table, ArtifactUpdate(data=json.dumps(lines), description=about))
         self.told = count
 
-    def _describe(self, done: Done, rate: float) -> str:
-        free = "".join(f", {human_bytes(free_bytes(path))} free in the {name}" for name, path in self.places)
-        left = f"{human_seconds((self.tokens - done.tokens) / rate)} left" if rate else "starting"
+    def _describe(self, done: Done, rate: float) -> list[str]:
+        """Groups of figures; rate: tokens a second."""
         bytes_rate = _bytes_rate(done.bytes * rate / max(1, done.tokens))
-        return (
-            f"{done.rows:,} of {self.rows:,} rows, {done.tokens:,} of {self.tokens:,} tokens, "
-            f"{human_bytes(done.bytes)}, {rate:,.0f} tokens/s, {bytes_rate}, {left}, "
-            f"{done.in_flight} in flight, {done.retries} retries, {done.restarts} restarts, {done.failed} failed{free}"
-        )
+        left = f"{human_seconds((self.tokens - done.tokens) / rate)} left" if rate else "starting"
+        free = [f"{human_bytes(free_bytes(path))} free in the {name}" for name, path in self.places]
+        tokens = f"{done.tokens:,} of {self.tokens:,} tokens"
+        return [
+            f"{done.rows:,} of {self.rows:,} rows, {tokens}, {human_bytes(done.bytes)}",
+            f"{rate:,.0f} tokens/s, {bytes_rate}, {left}",
+            f"{done.in_flight} in flight, {done.retries} retries, {done.restarts} restarts, {done.failed} failed",
+            *([", ".join(free)] if free else []),
+        ]
 
 
 def _bytes_rate(rate: float) -> str:
