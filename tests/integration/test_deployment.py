@@ -49,6 +49,7 @@ def form(tmp_path_factory: pytest.TempPathFactory, staging: Path) -> dict[str, A
         folder / "output",
         staging,
         server={"dtype": "float32", "chunked_prefill_size": 256, "arguments": CPU_ARGUMENTS},
+        capture={"layers": [0, 2, 4]},
         output={"shard_bytes": 1 << 20},
     )
     values: dict[str, Any] = json.loads(config.model_dump_json(exclude_unset=True))
