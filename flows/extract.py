@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, unmapped
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -24,6 +24,7 @@ from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
 from tasks.errors import WriterAliveError
+from tasks.report import markdown_table
 from tasks.steps import (
     Session,
     extract_step,
@@ -116,8 +117,8 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
 def _show_summary(name: str, summary: Summary) -> None:
     """On the page, as the terminal has it."""
     try:
-        lines = [{"what": what, "value": value} for what, value in summary.lines()]
-        create_table_artifact(lines, key="summary", description=f"What the extraction {name} came to")
+        table = markdown_table(summary.lines())
+        create_markdown_artifact(table, key="summary", description=f"What the extraction {name} came to")
     except Exception as error:
         get_run_logger().warning("the summary could not be shown: %s", error)
 

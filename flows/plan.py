@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from pydantic import BaseModel, Field
@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from flows.places import credentials_of
 from tasks.config import ExtractConfig
 from tasks.preflight import check_space, describe, run_preflight
+from tasks.report import markdown_table
 
 Rate = Annotated[float | None, Field(gt=0, examples=[5000])]
 
@@ -41,8 +42,9 @@ def plan(config: ExtractConfig, rate: Rate = None) -> Planned:
     lines = describe(preflight, rate)
     for name, value in lines:
         get_run_logger().info("%s: %s", name, value)
-    table = [{"what": name, "value": value} for name, value in lines]
-    create_table_artifact(table, key="plan", description=f"What the extraction {config.name} would do")
+    create_markdown_artifact(
+        markdown_table(lines), key="plan", description=f"What the extraction {config.name} would do"
+    )
     check_space(preflight)
     get_run_logger().info("There is room for it. Nothing was started.")
     return Planned(lines=lines, rows=preflight.missing_rows, tokens=preflight.missing_tokens)

@@ -75,6 +75,8 @@ def test_a_flow_that_is_killed_is_started_again(site: Site, operated: Operated, 
     kept = hashes(store)
     os.kill(writers(store)[0], signal.SIGKILL)
     killed = time.monotonic()
+    wait_until(lambda: any(run["start_time"] for run in operated.attempts(flow_run)[1:]), 120, "the second attempt")
+    print(f"started again {time.monotonic() - killed:.1f} s after the kill")
     runs = operated.wait_for_completion(flow_run)
     print(f"complete {time.monotonic() - killed:.1f} s after the kill")
     assert (states(runs), names(runs)) == (["CRASHED", "COMPLETED"], ["1", "2"])
