@@ -12,7 +12,7 @@ from flows import dataset_options, lineage, places, services
 from flows.summary import as_lines, count_states
 from tasks.config import describe_config, load_config
 from tasks.errors import DrillcoreError, SpaceError
-from tasks.files import human_bytes, human_seconds
+from tasks.files import human_bytes
 
 DESCRIPTION = """\
 Extracts the hidden states of a large language model from a served SGLang engine, checks, stores and traces them.
@@ -104,11 +104,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
     config = load_config(options.config, options.set)
     preflight = run_preflight(config, space=False, credentials=places.credentials_now(config.s3))
-    lines = describe(preflight)
-    if options.rate:
-        tokens = preflight.missing_tokens
-        lines.append(("time", f"{human_seconds(tokens / options.rate)} for {tokens:,} tokens at {options.rate:,.0f}/s"))
-    print(as_lines(lines))
+    print(as_lines(describe(preflight, options.rate)))
     try:
         check_space(preflight)
     except SpaceError as error:
@@ -122,13 +118,16 @@ def run_verify(options: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from flows.verify import verify_output
+    from tasks.recheck import verify_output
     from tasks.report import report_path
     from tasks.verification import read_outcome
 
     store = places.store_of(options)
     try:
-        verified = verify_output(store, options.dataset, options.fresh, options.repair)
+        verified = verify_output(
+            *(store, options.dataset, options.fresh, options.repair),
+            show=lambda progress: print(f"  verify     {progress.text()}", file=sys.stderr, flush=True),
+        )
     finally:
         if options.json and (outcome := read_outcome(store)):
             print(json.dumps(asdict(outcome), indent=1))

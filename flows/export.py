@@ -29,14 +29,22 @@ UNCACHED: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 class ExportConfig(Section):
     """What to export, and as what."""
 
-    store: AbsolutePath = Field(description="The verified store.")
+    store: AbsolutePath = Field(description="The verified store.", examples=["/data/hidden-states/kimi-k2.5"])
     to: Literal["specforge", "speculators", "modelopt", "torchspec", "pt"] = Field(description="Whose files to write.")
-    output: AbsolutePath = Field(description="Folder of the export. The same command resumes one that was ended.")
+    output: AbsolutePath = Field(
+        description="Folder of the export. The same command resumes one that was ended.",
+        examples=["/data/training/kimi-k2.5"],
+    )
     rows: str | None = Field(
-        default=None, description="START:STOP, places among the stored rows: a part, as for training and evaluation."
+        default=None,
+        description="START:STOP, places among the stored rows: a part, as for training and evaluation.",
+        examples=[":36000"],
     )
     draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Write the mapping of a draft vocabulary of the ids that count most often."
+        default=None,
+        gt=0,
+        description="Write the mapping of a draft vocabulary of the ids that count most often.",
+        examples=[32000],
     )
     model: AbsolutePath | None = Field(
         default=None,
@@ -77,7 +85,11 @@ def _run_name() -> str:
 
 @flow(name="export", flow_run_name=_run_name, persist_result=False)
 def export(config: ExportConfig) -> Exported:
-    """Write the files that a trainer reads from a store."""
+    """Write the files that a trainer reads from a store.
+
+    Args:
+        config: Which store, for which trainer, and where to.
+    """
     started = time.monotonic()
     job = open_step(config)
     with WriterLock(config.output / "lock.json"):

@@ -6,19 +6,25 @@ Where the store is complete already, the steps that need a server are left out.
 import concurrent.futures
 import time
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from prefect import flow, unmapped
+from prefect.artifacts import create_markdown_artifact
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
+from pydantic import Field
 
+from flows.logs import warnings_on_the_page
 from flows.places import credentials_of
 from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
+from tasks.errors import WriterAliveError
+from tasks.report import markdown_table
 from tasks.steps import (
     Session,
     extract_step,
@@ -32,15 +38,26 @@ from tasks.steps import (
     server_step,
     verify_step,
 )
-from tasks.storage import as_argument
+from tasks.storage import as_argument, as_location
+from tasks.store.bucket_lock import writer_lock
+from tasks.store.layout import Store
 
 TICK = 0.5  # seconds between two looks at the progress
+LOOK = 30.0  # seconds between two looks whether the attempt before has ended
+
+
+MOST_ATTEMPTS = 6  # the API refuses to create another one
+Attempt = Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)]
 
 
 def _run_name() -> str:
-    config = flow_run.parameters["config"]
+    given = flow_run.parameters
+    config = given["config"]
     name = config["name"] if isinstance(config, dict) else config.name
-    return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    marks = ["failed-rows"] if given.get("only_failed") else []
+    marks += ["deep"] if given.get("deep") else []
+    marks += [f"attempt-{given['attempt']}"] if given.get("attempt", 1) > 1 else []
+    return "-".join([name, f"{datetime.now(UTC):%Y%m%d-%H%M%S}", *marks])
 
 
 def _flow_run() -> dict[str, str]:
@@ -53,12 +70,20 @@ def _flow_run() -> dict[str, str]:
     flow_run_name=_run_name,
     persist_result=False,
 )
-def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False) -> Summary:
-    """Extract the hidden states of a dataset, verify them, record where they came from.
+def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False, attempt: Attempt = 1) -> Summary:
+    """Extract the hidden states of a dataset, verify them, record where they came from. Resumes what was begun.
 
-    only_failed: extract the rows that failed, and no others. deep: compare the checksums of what is stored first.
+    Args:
+        config: What to extract, and how.
+        only_failed: Extract the rows that failed, also those that would fail again by themselves, and no others.
+        deep: Before resuming, compare the checksum of every shard that is there, not only its size; the rows of damaged
+            ones are extracted again.
+        attempt: Leave it at 1. An automation starts a run that crashed again, and counts here. A later attempt waits
+            while an earlier one, which Prefect took for crashed, is still writing.
     """
-    with preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
+    if attempt > 1:
+        _wait_for_writer(config)
+    with warnings_on_the_page(), preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if session.needs_server():
             prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
@@ -70,7 +95,7 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
             get_run_logger().info("nothing is left to extract: no server is needed")
         verified = verify_step(session)
         run_id = record_step(session, mlflow_uri(), mlflow_artifacts())
-    return Summary(
+    summary = Summary(
         rows=verified.rows,
         tokens=verified.tokens,
         bytes=verified.bytes,
@@ -85,6 +110,36 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
         mlflow_run=run_id,
         output_argument=as_argument(session.store.root),
     )
+    _show_summary(config.name, summary)
+    return summary
+
+
+def _show_summary(name: str, summary: Summary) -> None:
+    """On the page, as the terminal has it."""
+    try:
+        table = markdown_table(summary.lines())
+        create_markdown_artifact(table, key="summary", description=f"What the extraction {name} came to")
+    except Exception as error:
+        get_run_logger().warning("the summary could not be shown: %s", error)
+
+
+def _wait_for_writer(config: ExtractConfig) -> None:
+    """Return when nobody writes to the output. Before preflight: the other run's server may have the port."""
+    store = Store(as_location(config.output.path, config.s3, credentials_of(config.s3)))
+    while True:
+        try:
+            with writer_lock(store):
+                return
+        except WriterAliveError as error:
+            get_run_logger().warning("%s This attempt goes on when it has ended.", error)
+            time.sleep(LOOK)
+
+
+def _places(session: Session) -> list[tuple[str, Path]]:
+    """Whose free room the page shows."""
+    output, spool = session.store.root, session.preflight.spool
+    places = [("spool", spool)] if spool else [("output", Path(str(output)))]
+    return [*places, ("staging", session.config.staging.path)]
 
 
 def _extract_batches(session: Session) -> dict[str, Any]:
@@ -99,7 +154,8 @@ def _extract_batches(session: Session) -> dict[str, Any]:
         work: list[Any] = [future.wrapped_future for future in futures]  # type: ignore[attr-defined]  # of threads
         try:
             rows, tokens = preflight.missing_rows, preflight.missing_tokens
-            with sampler(session, _flow_run()), ProgressReport(rows, tokens) as report:
+            report = ProgressReport(rows, tokens, _places(session), session.troubles)
+            with sampler(session, _flow_run()), report:
                 while concurrent.futures.wait(work, timeout=TICK).not_done:
                     report.show(progress)
                 seconds = time.monotonic() - started  # what comes now tells Prefect about it

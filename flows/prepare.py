@@ -55,7 +55,11 @@ def _run_name() -> str:
 
 @flow(name="prepare", flow_run_name=_run_name, persist_result=False)
 def prepare(config: PrepareConfig) -> Prepared:
-    """Tokenize, mask, merge, drop duplicates, shuffle; write the dataset and its manifest."""
+    """Tokenize, mask, merge, drop duplicates, shuffle; write the dataset and its manifest.
+
+    Args:
+        config: What to prepare, and how.
+    """
     return prepare_step(config)
 
 

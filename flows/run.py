@@ -16,10 +16,13 @@ from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import TaskRunFilter, TaskRunFilterId
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import Abort, Pause
 from prefect.logging.handlers import APILogWorker
 
+from flows.logs import FROM_CORE
 from flows.services import prefect_api
 from flows.summary import as_lines
+from tasks.errors import StoppedError
 
 PAGE = 200  # task runs that the API returns at most
 RECORDING_DEADLINE = 20.0  # seconds for the server to write down the last task runs
@@ -49,7 +52,7 @@ class StepLines(logging.Handler):
         step = getattr(record, "task_run_name", None) or ("extract" if hasattr(record, "flow_run_name") else None)
         if run := getattr(record, "task_run_id", None):
             self.task_runs.add(UUID(str(run)))
-        if step is None:
+        if step is None or hasattr(record, FROM_CORE):
             return
         message = record.getMessage()
         if (retry := RETRY.match(message)) and isinstance(record.args, tuple):
@@ -80,6 +83,8 @@ def run_with_prefect(flow: Flow[Any, Any], config: Any, port: int | None, **para
     try:
         _watched(flow, ended)(config, **parameters, return_state=True)
         _wait_until_recorded(lines.task_runs)
+    except (Abort, Pause) as order:
+        raise StoppedError(f"Ended from Prefect's page: {order}. The same command resumes.") from order
     except Exception as error:
         if not ended.done():
             raise

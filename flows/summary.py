@@ -32,11 +32,15 @@ class Summary(BaseModel):
 
     def text(self, config: Path) -> str:
         """Lines of name and value; config: the file that the extraction was started with."""
+        return as_lines(self.lines(f"python -m flows retry-failed {config}"))
+
+    def lines(self, retry: str = "run the extraction with only_failed") -> list[tuple[str, str]]:
+        """(name, value); retry: how the rows that failed are tried again."""
         later = f"not recorded; later: python -m flows record {self.output_argument or self.output}"
-        lines = [
+        return [
             ("rows", count_states(self.rows)),
             ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
-            *self._failed(config),
+            *self._failed(retry),
             ("this run", self._this_run()),
             *usage_lines(self.usage, "spool or staging" if is_remote(self.output) else "staging"),
             ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
@@ -47,14 +51,13 @@ class Summary(BaseModel):
                 self.mlflow_run or later,
             ),
         ]
-        return as_lines(lines)
 
-    def _failed(self, config: Path) -> list[tuple[str, str]]:
+    def _failed(self, retry: str) -> list[tuple[str, str]]:
         if not (count := self.rows["failed"]):
             return []
         return [
             ("failed", f"{count:,} rows; the reasons are in {self.output}/ledger.parquet"),
-            ("", f"to try them again: python -m flows retry-failed {config}"),
+            ("", f"to try them again: {retry}"),
         ]
 
     def _this_run(self) -> str:

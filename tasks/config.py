@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tasks.errors import ConfigError
 from tasks.uris import S3_SCHEME, parse_s3_uri
@@ -47,7 +56,11 @@ EndpointUrl = Annotated[str | None, AfterValidator(_without_keys)]
 class Section(BaseModel):
     """Base of the config's sections: unknown keys are errors, values do not change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        model_title_generator=lambda kind: kind.__name__.removesuffix("Config"),  # over it in Prefect's form
+    )
 
 
 class DatasetConfig(Section):
@@ -56,9 +69,12 @@ class DatasetConfig(Section):
     path: AbsolutePath = Field(
         description="File of samples, its kind by its name: .jsonl, .jsonl.gz or .jsonl.zst with one sample a line, or "
         ".parquet with one a row. A sample: input_ids (token ids), optional loss_mask (0/1, same length; in Parquet "
-        "booleans, too), optional id."
+        "booleans, too), optional id.",
+        examples=["/data/datasets/kimi-k2.5-tokenized.jsonl"],
     )
-    max_seq_len: int = Field(gt=0, description="Longest sample in tokens. Longer ones meet on_too_long.")
+    max_seq_len: int = Field(
+        gt=0, description="Longest sample in tokens. Longer ones meet on_too_long.", examples=[8192]
+    )
     on_too_long: Literal["fail", "truncate", "skip"] = Field(
         default="fail",
         description="A sample longer than max_seq_len: fail before anything starts, cut it to max_seq_len, or leave it "
@@ -74,7 +90,10 @@ class DatasetConfig(Section):
 class ModelConfig(Section):
     """The model whose hidden states are wanted."""
 
-    path: AbsolutePath = Field(description="Folder of a Hugging Face checkpoint: config.json and safetensors files.")
+    path: AbsolutePath = Field(
+        description="Folder of a Hugging Face checkpoint: config.json and safetensors files.",
+        examples=["/data/models/Kimi-K2.5"],
+    )
 
 
 class CaptureConfig(Section):
@@ -84,6 +103,7 @@ class CaptureConfig(Section):
         default="eagle3",
         description="Decoder layers whose output is stored, 0-based: layer k is hidden_states[k + 1] of Hugging Face "
         "Transformers. 'eagle3' means [1, n // 2 - 1, n - 4] for a model of n layers. The final state is always added.",
+        examples=["eagle3", [1, 29, 57]],
     )
     layer_convention: Literal["output", "layer_input", "vllm"] = Field(
         default="output",
@@ -108,6 +128,7 @@ class ServerConfig(Section):
     interpreter: str | None = Field(
         default=None,
         description="managed: the Python that has SGLang installed. Default: the one that runs this command.",
+        examples=["/data/envs/sglang/bin/python"],
     )
     host: str = Field(default="127.0.0.1", description="managed: the address to listen on. Loopback unless changed.")
     port: int = Field(
@@ -127,6 +148,7 @@ class ServerConfig(Section):
         description="attached: base URL of the running server, or a list of several. Each must have been started with "
         "the capture plugin and with a staging folder of its own: `python -m flows server-command CONFIG.yaml` prints "
         "the commands.",
+        examples=["http://127.0.0.1:30000"],
     )
     device: Literal["cuda", "cpu"] = Field(
         default="cuda", description="managed: 'cpu' serves small models without a GPU, through the CPU stand-ins."
@@ -139,7 +161,9 @@ class ServerConfig(Section):
         default=8192, ge=16, description="managed: most prompt tokens in one forward pass (longer prompts are split)."
     )
     arguments: list[str] = Field(
-        default_factory=list, description="managed: further arguments for sglang.launch_server, as in a shell."
+        default_factory=list,
+        description="managed: further arguments for sglang.launch_server, as in a shell.",
+        examples=[["--trust-remote-code", "--mem-fraction-static", "0.85"]],
     )
     start_timeout: float = Field(
         default=1800,
@@ -151,6 +175,14 @@ class ServerConfig(Section):
         default=10, ge=0, description="Restarts of a dead or stuck server within restart_window before the run stops."
     )
     restart_window: float = Field(default=3600, gt=0, description="Seconds over which restarts are counted.")
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> "ServerConfig":
+        if self.mode == "attached" and not self.urls:
+            raise ValueError("server.mode is 'attached', so server.url must be set")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("server.url names a server twice")
+        return self
 
     @property
     def urls(self) -> list[str]:
@@ -189,7 +221,8 @@ class OutputConfig(Section):
 
     path: OutputPlace = Field(
         description="Directory of the store, or s3://BUCKET/PREFIX (see the section s3). The same config and place "
-        "resume a run."
+        "resume a run.",
+        examples=["/data/hidden-states/kimi-k2.5", "s3://my-bucket/hidden-states/kimi-k2.5"],
     )
     shard_bytes: int = Field(
         default=2 * GIB,
@@ -205,6 +238,7 @@ class S3Config(Section):
     endpoint_url: EndpointUrl = Field(
         default=None,
         description="URL of a store that is not AWS (MinIO, Ceph, ...). Default: AWS_ENDPOINT_URL_S3, or AWS.",
+        examples=["http://minio:9000"],
     )
     region: str | None = Field(default=None, description="Region. Default: as boto3 finds it, or us-east-1.")
     profile: str | None = Field(default=None, description="Profile of ~/.aws. Default: AWS_PROFILE.")
@@ -298,6 +332,7 @@ class LineageConfig(Section):
     tracking_uri: str | None = Field(
         default=None,
         description="MLflow tracking URI. Default: MLFLOW_TRACKING_URI, or a database in the state folder.",
+        examples=["http://mlflow:5000"],
     )
     experiment: str = Field(default="drillcore", description="MLflow experiment of the extraction runs.")
 
@@ -308,6 +343,7 @@ class ExtractConfig(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
         description="Name of the extraction, for people: in Prefect, MLflow.",
+        examples=["kimi-k2.5"],
     )
     dataset: DatasetConfig
     model: ModelConfig
@@ -347,15 +383,10 @@ def load_config(path: Path, overrides: list[str] | None = None) -> ExtractConfig
 def parse_config(values: dict[str, Any], source: str) -> ExtractConfig:
     """Validate plain values; raises ConfigError with one line for each wrong field."""
     try:
-        config = ExtractConfig.model_validate(values)
+        return ExtractConfig.model_validate(values)
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
         raise ConfigError(f"The config {source} has {len(lines)} wrong field(s):\n" + "\n".join(lines)) from error
-    if config.server.mode == "attached" and not config.server.urls:
-        raise ConfigError(f"The config {source}: server.mode is 'attached', so server.url must be set.")
-    if len(set(config.server.urls)) < len(config.server.urls):
-        raise ConfigError(f"The config {source}: server.url names a server twice.")
-    return config
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

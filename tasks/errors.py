@@ -45,6 +45,10 @@ class OutputError(InputError):
     """The output belongs to another extraction or to another writer, or may not be written."""
 
 
+class WriterAliveError(OutputError):
+    """Another writer holds the output, and it lives."""
+
+
 class StoreError(DrillcoreError):
     """What the store holds is damaged or contradicts its own records, or the dataset changed under it."""
 
@@ -100,3 +104,7 @@ class VerificationError(DrillcoreError):
 
 class LineageError(DrillcoreError):
     """MLflow could not be reached or refused the record. The data is not touched by it."""
+
+
+class StoppedError(DrillcoreError):
+    """Somebody ended the run from outside. What was committed stays."""

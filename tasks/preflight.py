@@ -14,7 +14,7 @@ from tasks.dataset.manifest import check_agreement, check_contents
 from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
 from tasks.dataset.scan import scan_dataset
 from tasks.errors import OutputError, SetupError, SpaceError, StoreError
-from tasks.files import free_bytes, human_bytes
+from tasks.files import free_bytes, human_bytes, human_seconds
 from tasks.model import ITEMSIZE, Model, capture_layers, read_model
 from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
@@ -272,8 +272,8 @@ def staging_limit(config: ExtractConfig) -> int:
     return min(config.staging.max_bytes, free_bytes(config.staging.path) // 2)
 
 
-def describe(preflight: Preflight) -> list[tuple[str, str]]:
-    """What is planned, as (name, value) lines for people."""
+def describe(preflight: Preflight, rate: float | None = None) -> list[tuple[str, str]]:
+    """What is planned, as (name, value) lines for people; rate: tokens a second, for the time that it takes."""
     config, plan, model = preflight.config, preflight.plan, preflight.model
     counts, books = plan.counts(), preflight.books.counts()
     planned = plan.total_tokens * preflight.token_bytes
@@ -304,6 +304,9 @@ def describe(preflight: Preflight) -> list[tuple[str, str]]:
         )
     if problems := preflight.inspection.problems(preflight.store):
         lines.append(("damaged", f"{len(problems):,} shards or records, to be extracted again: {problems[0]}"))
+    if rate:
+        tokens = preflight.missing_tokens
+        lines.append(("time", f"{human_seconds(tokens / rate)} for {tokens:,} tokens at {rate:,.0f}/s"))
     return lines
 
 

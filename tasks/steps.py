@@ -23,6 +23,7 @@ from tasks.dataset.rows import read_planned
 from tasks.errors import LineageError, WriteError
 from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
+from tasks.extraction.trouble import Trouble, troubles_of
 from tasks.files import human_bytes, write_json
 from tasks.lineage.early import Preparation
 from tasks.origin import describe_origin
@@ -38,6 +39,7 @@ from tasks.storage.bucket import CredentialsSource
 from tasks.store.attempts import Sampler
 from tasks.store.books import DONE, TRUNCATED
 from tasks.store.bucket_lock import writer_lock
+from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
@@ -60,6 +62,7 @@ class Session:
         self.servers: list[Server] = []
         self.facts: list[ServerFacts] = []
         self.engine: PrefillEngine | None = None
+        self.troubles: list[Trouble] = []
         self.mlflow: Preparation | None = None
         self.resources = contextlib.ExitStack()
 
@@ -69,6 +72,11 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.resources.close()
+
+    def add_trouble(self, trouble: Trouble) -> None:
+        """Remember it for the page; what stops one batch stops all, and is said once."""
+        if trouble.rows or all(trouble.reason != other.reason or other.rows for other in self.troubles):
+            self.troubles.append(trouble)
 
     def needs_server(self) -> bool:
         """Whether rows are missing, or a share of them was not extracted a second time yet."""
@@ -177,9 +185,14 @@ def extract_step(batch: int, session: Session) -> BatchResult:
         rows = list(read_planned(session.config.dataset.path, preflight.plan, numbers, preflight.model.vocab_size))
         result = extract_batch(batch, rows, session.engine, session.store, preflight.fingerprint, session.lock)
     except Exception as error:
-        if not (isinstance(error, WriteError) and task_run.run_count <= len(RETRY_DELAYS)):
+        again = isinstance(error, WriteError) and task_run.run_count <= len(RETRY_DELAYS)
+        what = f"tried again in {RETRY_DELAYS[task_run.run_count - 1]:.0f} s" if again else "stopped the run"
+        session.add_trouble(Trouble(batch, what, "", str(error)))
+        if not again:
             session.engine.close(error)
         raise
+    for trouble in troubles_of(result):
+        session.add_trouble(trouble)
     for failure in result.failed:
         logger.error("batch %06d: row %d failed: %s", batch, failure.row, failure.reason)
     logger.info("batch %06d: %d rows, %d tokens, %s", batch, result.rows, result.tokens, human_bytes(result.bytes))
@@ -201,7 +214,7 @@ def verify_step(session: Session) -> Verified:
             show=lambda progress: get_run_logger().info("%s", progress.text()),
         )
     finally:
-        _report(session)
+        show_report(session.store)
     get_run_logger().info(
         "%d shards read, %d tokens, %s; %d rows extracted again, largest difference %s; digest %s",
         verified.shards,
@@ -214,12 +227,12 @@ def verify_step(session: Session) -> Verified:
     return verified
 
 
-def _report(session: Session) -> None:
+def show_report(store: Store) -> None:
     """Write the report of what was verified, passed or not, and show it in Prefect. Its failure is a warning."""
     try:
-        path, text = write_report(session.store), markdown_report(session.store)
+        path, text = write_report(store), markdown_report(store)
         if path and text:
-            create_markdown_artifact(text, key="verification", description=f"Verification of {session.store.root}")
+            create_markdown_artifact(text, key="verification", description=f"Verification of {store.root}")
             get_run_logger().info("report: %s", path)
     except Exception as error:
         get_run_logger().warning("the report could not be written: %s", error)

@@ -39,6 +39,11 @@ def _cut(lines: list[str]) -> list[str]:
     return [*(f"- {line}" for line in lines[:SHOWN]), *more]
 
 
+def markdown_table(lines: list[tuple[str, str]]) -> str:
+    """Name and value a line; long values are shown whole."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {_plain(name)} | {_plain(value)} |" for name, value in lines)])
+
+
 def _plain(text: str) -> str:
     """Text from elsewhere, which must not become a table's column or a link."""
     for sign in "\\`*_[]<>|":

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks.errors import LostLockError, OutputError, RemoteError
+from tasks.errors import LostLockError, RemoteError, WriterAliveError
 from tasks.storage import Location, S3Path, side_folder
 from tasks.storage.bucket import PreconditionError
 from tasks.storage.spool import Spool, spool_limit
@@ -145,7 +145,7 @@ class BucketLock(WriterLock):
             self.check()
         except LostLockError as error:
             self._release()
-            raise OutputError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
+            raise WriterAliveError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
         except BaseException:
             self._release()
             raise

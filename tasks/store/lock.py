@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks.errors import LostLockError, OutputError
+from tasks.errors import LostLockError, OutputError, WriterAliveError
 from tasks.files import write_atomic
 from tasks.processes import identity, is_dead
 from tasks.storage import Location
@@ -67,7 +67,7 @@ class WriterLock:
         self._thread = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
 
     def __enter__(self) -> "WriterLock":
-        """Take the lock. Raises OutputError naming the owner if another writer is alive.
+        """Take the lock. Raises WriterAliveError naming the owner if there is another writer that lives.
 
         Where the owner is on another host, or in another container, that takes up to STALE seconds.
         """
@@ -137,7 +137,7 @@ class WriterLock:
         return True
 
     def _remove_dead_lock(self) -> None:
-        """Take the present lock out of the way if its owner is dead; raises OutputError if it lives."""
+        """Take the present lock out of the way if its owner is dead; raises WriterAliveError if it lives."""
         found = read_lock(self.path)
         if found is None or not self._is_abandoned(found):
             return
@@ -171,7 +171,7 @@ class WriterLock:
                 return False
         elif dead:
             return True
-        raise OutputError(
+        raise WriterAliveError(
             f"{self.path.parent} is being written by {_name(owner)}, which is alive. Wait for it, or end it and "
             "try again."
         )
@@ -184,7 +184,7 @@ class WriterLock:
         return now
 
     def _shut_out_others(self) -> None:
-        """Make our workspace and remove all others. Raises OutputError if the lock was lost meanwhile."""
+        """Make our workspace and remove all others. Raises WriterAliveError if the lock was lost meanwhile."""
         self.workspace.mkdir()
         try:
             for workspace in self.path.parent.glob(f"{self.path.name}.*.work"):
@@ -193,7 +193,7 @@ class WriterLock:
             self.check()  # a heartbeat that was on its way may have put the old lock back
         except LostLockError as error:
             self._release()
-            raise OutputError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
+            raise WriterAliveError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
         except BaseException:
             self._release()
             raise

@@ -10,7 +10,7 @@ import pytest
 
 from flows.__main__ import main
 from tasks.errors import DrillcoreError
-from tasks.report import markdown_report, report_path, write_report
+from tasks.report import markdown_report, markdown_table, report_path, write_report
 from tasks.report.facts import gather, reasons_of, throughput_of
 from tasks.store.books import CODES, NOWHERE, Books
 from tasks.store.layout import fingerprint_of
@@ -166,3 +166,13 @@ def test_json_of_an_earlier_verification_is_never_shown_for_this_one(
     capsys.readouterr()
     assert main(["verify", root, "--json"]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_a_table_of_names_and_values_takes_text_from_elsewhere() -> None:
+    lines = [("output", "/data/my_states | <b>"), ("rows", "8")]
+    assert markdown_table(lines).splitlines() == [
+        "| | |",
+        "|---|---|",
+        "| output | /data/my\\_states \\| \\<b\\> |",
+        "| rows | 8 |",
+    ]

@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import run
 from flows.__main__ import main
 from flows.services import prefect_api
 from tasks.config import LineageConfig
-from tasks.errors import SetupError, WriteError
+from tasks.errors import SetupError, StoppedError, WriteError
 from tasks.lineage import record
 from tasks.server.ports import free_port
 from tasks.store.layout import Store, create_store
@@ -125,3 +126,20 @@ def test_a_configured_prefect_api_that_is_not_there_is_wrong_input() -> None:
     with pytest.raises(SetupError, match=f"The Prefect API at {url} does not answer: .*PREFECT_API_URL"):
         with temporary_settings({PREFECT_API_URL: url}), prefect_api():
             pytest.fail("it is there")
+
+
+@pytest.mark.usefixtures("no_api")
+def test_a_run_that_is_paused_on_prefect_s_page_says_how_to_go_on() -> None:
+    class Paused(LostPrefect):
+        def with_options(self) -> "Paused":
+            return Paused(self.fn)
+
+        def __call__(self, config: str, return_state: bool) -> None:
+            self.fn(config)
+
+    def paused(config: str) -> str:
+        raise Pause("paused: what was committed stays")
+
+    flow: Any = Paused(paused)
+    with pytest.raises(StoppedError, match=r"Prefect's page: paused: .* The same command resumes\."):
+        run.run_with_prefect(flow, "it", None)

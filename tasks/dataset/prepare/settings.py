@@ -15,10 +15,16 @@ class PrepareConfig(Section):
         min_length=1,
         description="Files of conversations (OpenAI's messages, ShareGPT's conversations) or token ids: .jsonl, "
         ".jsonl.gz, .jsonl.zst or .parquet.",
+        examples=[["/data/conversations/talks.jsonl"]],
     )
-    tokenizer: AbsolutePath = Field(description="Folder of the model, or of its tokenizer alone.")
-    output: AbsolutePath = Field(description="The dataset, a .jsonl file that does not exist yet.")
-    max_seq_len: int = Field(gt=0, description="Longest row in tokens. Longer ones meet on_too_long.")
+    tokenizer: AbsolutePath = Field(
+        description="Folder of the model, or of its tokenizer alone.", examples=["/data/models/Kimi-K2.5"]
+    )
+    output: AbsolutePath = Field(
+        description="The dataset, a .jsonl file that does not exist yet.",
+        examples=["/data/datasets/kimi-k2.5-tokenized.jsonl"],
+    )
+    max_seq_len: int = Field(gt=0, description="Longest row in tokens. Longer ones meet on_too_long.", examples=[8192])
     on_too_long: Literal["fail", "truncate", "skip"] = Field(
         default="truncate", description="A row longer than max_seq_len: stop, cut it, or leave it out. All are counted."
     )
