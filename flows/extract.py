@@ -19,6 +19,7 @@ from flows.progress import ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
+from tasks.fleet.settings import PartitionOf
 from tasks.steps import (
     Session,
     extract_step,
@@ -38,8 +39,11 @@ TICK = 0.5  # seconds between two looks at the progress
 
 
 def _run_name() -> str:
-    config = flow_run.parameters["config"]
+    parameters = flow_run.parameters
+    config, partition = parameters["config"], parameters.get("partition")
     name = config["name"] if isinstance(config, dict) else config.name
+    if partition:
+        name += f"-partition-{partition['number'] if isinstance(partition, dict) else partition.number:04d}"
     return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
@@ -53,13 +57,19 @@ def _flow_run() -> dict[str, str]:
     flow_run_name=_run_name,
     persist_result=False,
 )
-def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False) -> Summary:
+def extract(
+    config: ExtractConfig, only_failed: bool = False, deep: bool = False, partition: PartitionOf | None = None
+) -> Summary | None:
     """Extract the hidden states of a dataset, verify them, record where they came from.
 
     only_failed: extract the rows that failed, and no others. deep: compare the checksums of what is stored first.
+    partition: of a fleet, which verifies and records the whole; there is no summary then.
     """
-    with preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
+    with preflight_step(config, only_failed, deep, credentials_of(config.s3), partition) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
+        if partition:
+            _extract_partition(session)
+            return None
         if session.needs_server():
             prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
             patch_step(session)
@@ -85,6 +95,16 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
         mlflow_run=run_id,
         output_argument=as_argument(session.store.root),
     )
+
+
+def _extract_partition(session: Session) -> None:
+    if not session.preflight.missing:
+        get_run_logger().info("nothing is left to extract of this partition")
+        return
+    patch_step(session)
+    server_step(session)
+    probe_step(session)
+    _extract_batches(session)
 
 
 def _extract_batches(session: Session) -> dict[str, Any]:

@@ -45,6 +45,14 @@ class OutputError(InputError):
     """The output belongs to another extraction or to another writer, or may not be written."""
 
 
+class BusyError(OutputError):
+    """Another writer, which is alive, holds the output or a partition of it. `lock`: the name of its lock's file."""
+
+    def __init__(self, text: str, lock: str):
+        super().__init__(text)
+        self.lock = lock
+
+
 class StoreError(DrillcoreError):
     """What the store holds is damaged or contradicts its own records, or the dataset changed under it."""
 
@@ -92,6 +100,10 @@ class ProbeError(DrillcoreError):
 
 class ExtractionError(DrillcoreError):
     """Rows are missing at the end of the extraction, or so many failed that it was stopped."""
+
+
+class FleetError(ExtractionError):
+    """A partition, or the verification of the whole, came to no end on any node: the output is not complete."""
 
 
 class VerificationError(DrillcoreError):
