@@ -68,6 +68,7 @@ class PrefectRuns:
                 self.settings.deployment,
                 parameters=parameters,
                 timeout=0,
+                flow_run_name=f"{self.configs[node].name}-{work.key}",
                 tags=[tag_of(self.fleet), work.key],
                 idempotency_key=f"{self.fleet} {work.key} {attempt}",
                 work_queue_name=queue,
