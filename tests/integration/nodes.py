@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from tests.faults.drill import Run, prefect_service, wait_until
+from tests.faults.drill import Run, Service, prefect_service, wait_until
+from tests.integration.seaweed import KEY, SECRET
 
 POOL = "drillcore"  # prefect.yaml's
 
@@ -21,9 +22,14 @@ class Nodes:
     """Workers and fleets in processes of their own, with one Prefect server and one state folder."""
 
     folder: Path
-    api: str
+    service: Service
+    """The Prefect server."""
 
-    def environment(self, **changes: str) -> dict[str, str]:
+    @property
+    def api(self) -> str:
+        return f"{self.service.url}/api"
+
+    def environment(self) -> dict[str, str]:
         values = {
             **os.environ,
             "NO_COLOR": "1",
@@ -31,7 +37,8 @@ class Nodes:
             "PREFECT_HOME": str(self.folder / "prefect-home"),
             "PREFECT_API_URL": self.api,
             "PREFECT_WORKER_QUERY_SECONDS": "1",
-            **changes,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
         }
         return {name: value for name, value in values.items() if name != "MLFLOW_TRACKING_URI"}
 
@@ -46,6 +53,17 @@ class Nodes:
         """`python -m flows fleet ARGUMENT...`."""
         command = [sys.executable, "-m", "flows", "fleet", *map(str, arguments)]
         return Run(command, self.environment(), self.folder)
+
+    def submit(self, parameters: dict[str, Any]) -> str:
+        """Ask for a run of the deployment `extract-fleet`; returns the flow run's id."""
+        deployment = httpx.get(f"{self.api}/deployments/name/extract-fleet/extract-fleet", timeout=30).json()["id"]
+        url = f"{self.api}/deployments/{deployment}/create_flow_run"
+        answer = httpx.post(url, json={"parameters": parameters}, timeout=30)
+        assert answer.is_success, answer.text
+        return str(answer.json()["id"])
+
+    def state_of(self, flow_run: str) -> str:
+        return str(httpx.get(f"{self.api}/flow_runs/{flow_run}", timeout=30).json()["state_type"])
 
     def flow_runs(self) -> list[dict[str, Any]]:
         """All of them, as the API has them."""
@@ -63,7 +81,7 @@ def nodes(folder: Path) -> Iterator[Nodes]:
     service = prefect_service(folder / "prefect")
     try:
         service.start()
-        site = Nodes(folder, f"{service.url}/api")
+        site = Nodes(folder, service)
         for arguments in (["work-pool", "create", POOL, "--type", "process"], ["deploy", "--all"]):
             run = site.prefect(*arguments)
             assert run.wait() == 0, run.out + run.err

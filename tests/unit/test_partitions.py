@@ -74,7 +74,7 @@ def run_partition(job: Job, fleet: str, number: int, before_commit: object = Non
         for batch, numbers in preflight.missing.items():
             rows = list(read_planned(job.config.dataset.path, preflight.plan, numbers, VOCAB))
             extract_batch(batch, rows, engine, preflight.store, preflight.fingerprint, lock)
-        figures = {"began": "2026-12-01T00:00:0%d.000+00:00" % number, "seconds": 10.0}
+        figures = {"began": f"2026-12-01T00:00:0{number}.000+00:00", "seconds": 10.0}
         keep_partition_run(preflight.store, fleet, number, {**figures, "failed": 0, "retries": 1, "restarts": 0})
 
 
@@ -179,7 +179,7 @@ def partition(job: Job, number: int) -> Partition:
 def test_partitions_are_written_side_by_side_and_the_whole_is_not_beside_them(job: Job) -> None:
     open_fleet(job.config, 3)
     with writer_lock(job.store, partition(job, 0)) as first, writer_lock(job.store, partition(job, 1)) as second:
-        with pytest.raises(BusyError, match="is being written by process .* which is alive") as busy:
+        with pytest.raises(BusyError, match=r"is being written by process .* which is alive") as busy:
             writer_lock(job.store).__enter__()
         assert busy.value.lock in ("lock-0000.json", "lock-0001.json")
         with pytest.raises(BusyError):
