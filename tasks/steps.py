@@ -41,6 +41,7 @@ from tasks.store.attempts import Sampler
 from tasks.store.books import DONE, TRUNCATED
 from tasks.store.bucket_lock import writer_lock
 from tasks.store.lock import WriterLock
+from tasks.store.partitions import read_split
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
 
@@ -270,7 +271,9 @@ def sampler(session: Session, flow_run: dict[str, str]) -> Sampler:
     assert session.engine is not None
     origin = describe_origin() | {"servers": [asdict(facts) for facts in session.facts], "prefect": flow_run}
     if partition := session.preflight.partition:
-        origin["partition"] = {"fleet": session.preflight.fleet, "number": partition.number}
+        split = read_split(session.store)
+        there = split.there["rows"] if split else 0
+        origin["partition"] = {"fleet": session.preflight.fleet, "number": partition.number, "there": there}
     books = session.preflight.books.counts()
     return Sampler(session.store, session.engine.progress, origin, books[DONE] + books[TRUNCATED])
 

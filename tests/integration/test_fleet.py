@@ -31,7 +31,7 @@ from tests.integration.seaweed import KEY, SECRET, Seaweed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROWS, BATCHES = 120, 24
+ROWS, BATCHES = 400, 40
 IN_FLIGHT, WAIT = 2, 0.25  # prompts at a server at a time, seconds that each takes
 QUEUES = ("node-a", "node-b")
 
