@@ -32,6 +32,7 @@ from tests.integration.nodes import Nodes, end, nodes
 
 IN_FLIGHT, WAIT = 4, 0.2  # prompts at a server at a time, seconds that each takes
 BATCHES = 60
+TOLERANCE = 0.15  # of half the time
 QUEUES = ("node-a", "node-b")
 
 
@@ -116,11 +117,14 @@ def main() -> None:
                 (folder / f"store-{count}").rename(folder / f"done-{number}-{count}")
             ratios = {name: two[name] / one[name] for name in ("extraction seconds", "whole seconds")}
             results["rounds"].append({"runs": [one, two], "two nodes against one": ratios})
-            print(json.dumps(results["rounds"][-1], indent=1), file=sys.stderr, flush=True)
+            print(json.dumps(results["rounds"][-1], indent=1), flush=True)
         for worker in workers:
             end(worker)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
+    ratios = [one["two nodes against one"]["extraction seconds"] for one in results["rounds"]]
+    if not all(abs(ratio / 0.5 - 1) <= TOLERANCE for ratio in ratios):
+        sys.exit(f"Two nodes took {ratios} of one node's time, not half of it within {TOLERANCE:.0%}.")
 
 
 if __name__ == "__main__":
