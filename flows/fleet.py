@@ -68,11 +68,11 @@ def extract_fleet(config: ExtractConfig, fleet: FleetConfig) -> FleetSummary:
     _tag_this_run(plans.split.fleet)
     commits = Commits(plans.store, plans.split.partitions)
     works = [_partition_work(plans, partition, commits) for partition in plans.split.partitions]
-    partitions = Conductor(works, fleet, runs, logger)
-    _conduct(partitions, plans, commits)
-    figures = sum_step(plans, partitions.retries)
-    whole = Conductor([_whole_work(plans)], fleet, runs, logger)
-    _conduct(whole, plans, commits)
+    conductor = Conductor(works, fleet, runs, logger, refresh=commits.refresh)
+    _conduct(conductor, plans, commits)
+    figures = sum_step(plans, conductor.retries)
+    conductor.add(_whole_work(plans))
+    _conduct(conductor, plans, commits)
     manifest = read_manifest(plans.store)
     digest = sha256_of(plans.store.manifest)
     return FleetSummary(
@@ -84,7 +84,7 @@ def extract_fleet(config: ExtractConfig, fleet: FleetConfig) -> FleetSummary:
         output=config.output.path,
         nodes=len(fleet.nodes),
         partitions=len(works),
-        retries=partitions.retries + whole.retries,
+        retries=conductor.retries,
         extracted_tokens=figures["tokens"],
         seconds=figures["seconds"],
         mlflow_run=recorded_run(plans.store),
@@ -152,7 +152,6 @@ def _conduct(conductor: Conductor, plans: Plans, commits: Commits) -> None:
     first = None
     try:
         while True:
-            commits.refresh()
             conductor.step()
             done = int(tokens[commits.batches].sum())
             first = done if first is None else first

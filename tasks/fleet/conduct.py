@@ -98,25 +98,50 @@ class Conductor:
         runs: Runs,
         logger: Logger,
         clock: Callable[[], float] = time.monotonic,
+        refresh: Callable[[], None] = lambda: None,
     ):
-        self.fleet, self.runs, self.logger, self._clock = fleet, runs, logger, clock
-        self.waiting = [Waiting(work) for work in works]
+        """refresh: called before each look at the runs, for what the works read of the store together."""
+        self.fleet, self.runs, self.logger, self._clock, self._refresh = fleet, runs, logger, clock, refresh
+        self.waiting: list[Waiting] = []
         self.jobs: list[Job] = []
         self.failures: dict[str, str] = {}
         """Why, by work."""
         self.done: list[str] = []
         self.retries = 0
-        self._histories: dict[str, Waiting] = {waiting.work.key: waiting for waiting in self.waiting}
+        self._histories: dict[str, Waiting] = {}
         self._away: dict[int, float] = {}  # until when, by node
+        self._blind_since: float | None = None
+        for work in works:
+            self.add(work)
+
+    def add(self, work: Work) -> None:
+        """More work, for nodes of which something is known by now."""
+        self._histories[work.key] = waiting = Waiting(work)
+        self.waiting.append(waiting)
 
     @property
     def busy(self) -> bool:
         return bool(self.jobs or self.waiting)
 
     def step(self) -> None:
-        """Look at each run once, then give work to the nodes that are free."""
-        for job in list(self.jobs):
-            self._look(job)
+        """Look at each run once, then give work to the nodes that are free.
+
+        A store that cannot be read is looked at again in the next step; raises its OSError where that goes on for
+        `fleet.silence` seconds. The runs have their own patience with it.
+        """
+        try:
+            self._refresh()
+            for job in list(self.jobs):
+                self._look(job)
+        except OSError as error:
+            now = self._clock()
+            if self._blind_since is None:
+                self._blind_since = now
+                self.logger.warning("the store cannot be read: %s. The runs go on; looking again", error)
+            if now - self._blind_since >= self.fleet.silence:
+                raise
+            return
+        self._blind_since = None
         self._assign()
 
     def cancel(self) -> None:
@@ -195,7 +220,8 @@ class Conductor:
         for waiting in list(self.waiting):
             if not (nodes := self._candidates(waiting)):
                 continue
-            run = self.runs.start(waiting.work, nodes[0], waiting.attempt)
+            chosen = next((node for node in nodes if self.runs.ready(node)), nodes[0])
+            run = self.runs.start(waiting.work, chosen, waiting.attempt)
             if run is None:
                 return
             self.waiting.remove(waiting)

@@ -295,6 +295,18 @@ def test_a_run_that_nobody_takes_moves_to_a_node_with_a_worker_and_is_no_attempt
     assert fleet.conductor.retries == 0
 
 
+def test_work_goes_first_to_a_node_whose_worker_is_there(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, nodes=2, works=1)
+    fleet.end("w0 0")
+    fleet.runs.polled.remove("a")
+    fleet.conductor.add(fleet.work("w1", 1))
+    assert fleet.step() == [("w1", "b", 0)]
+    fleet.end("w1 0")
+    fleet.runs.polled.clear()
+    fleet.conductor.add(fleet.work("w2", 2))
+    assert fleet.step() == [("w2", "a", 0)]
+
+
 def test_a_stuck_run_is_cancelled_once_and_replaced_when_it_has_let_go(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, nodes=2, works=1)
     fleet.runs.states["w0 0"] = RUNNING
@@ -329,6 +341,18 @@ def test_while_the_scheduler_is_away_nothing_is_judged_and_nothing_started(tmp_p
     assert fleet.step(10_000) == []
     fleet.runs.away = False
     assert fleet.step() == [("w1", "a", 0)]
+
+
+def test_a_store_that_cannot_be_read_is_put_up_with_for_a_while(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, nodes=1, works=1)
+    (tmp_path / "w0.json").mkdir()
+    assert fleet.step() == []
+    assert fleet.step(899) == []
+    with pytest.raises(IsADirectoryError):
+        fleet.step(1)
+    (tmp_path / "w0.json").rmdir()
+    fleet.end("w0 0")
+    assert not fleet.conductor.busy
 
 
 def test_runs_of_an_earlier_fleet_keep_their_node(tmp_path: Path) -> None:
