@@ -20,7 +20,7 @@ from tasks.store.inspection import inspect_store
 from tasks.store.layout import Store, batch_of
 from tasks.store.partitions import Partition, Split, new_split, read_split, save_split, split_batches
 from tasks.store.record import record_paths
-from tasks.store.runs import add_run
+from tasks.store.runs import add_run, read_runs
 
 PARTITIONS = "partitions"  # in the store's logs: figures of each run of a partition
 
@@ -42,8 +42,8 @@ class Plans:
 def open_fleet(config: ExtractConfig, partitions: int, credentials: CredentialsSource | None = None) -> Plans:
     """Plan, or resume a plan; split what is missing.
 
-    Where runs of an earlier fleet are writing, their split is kept: they are found again, and go on. Raises what
-    `run_preflight` does, and BusyError if another writer than those is at the store.
+    Where runs of an earlier fleet are writing, its partitions' or the one that verifies, the split is kept: they are
+    found again, and go on. Raises what `run_preflight` does, and BusyError if another writer than those is there.
     """
     preflight = run_preflight(config, space=False, credentials=credentials, flow_runs=partitions)
     store, plan = preflight.store, preflight.plan
@@ -59,8 +59,9 @@ def open_fleet(config: ExtractConfig, partitions: int, credentials: CredentialsS
                 open_output(preflight)
             save_split(store, split)
     except BusyError as error:
-        found = read_split(store) if error.lock != store.lock.name else None
-        if found is None:
+        found = read_split(store)
+        verifying = found is not None and not preflight.missing and _kept_run(store, found) is not None
+        if found is None or (error.lock == store.lock.name and not verifying):
             raise
         return Plans(preflight, found, adopted=True)
     return Plans(preflight, split, adopted=False)
@@ -147,12 +148,14 @@ def keep_partition_run(store: Store, fleet: str, number: int, figures: dict[str,
 
 
 def keep_fleet_run(plans: Plans, retries: int) -> dict[str, Any]:
-    """Add one line for all runs of the fleet to the store's runs, under its lock; returns it.
+    """Add one line for all runs of the fleet to the store's runs, once, under its lock; returns it.
 
     Rows, tokens and bytes: by the commit records, those of lost runs too. Seconds: from the first run's begin to the
     last one's end, as all extracted at the same time.
     """
     store, split = plans.store, plans.split
+    if (kept := _kept_run(store, split)) is not None:
+        return kept
     with writer_lock(store):
         inspection = inspect_store(store, plans.preflight.fingerprint)
         paths: list[Location] = sorted((store.logs / PARTITIONS).glob(f"{split.fleet}-*.json"))
@@ -173,3 +176,8 @@ def keep_fleet_run(plans: Plans, retries: int) -> dict[str, Any]:
         if parts or figures["rows"]:
             add_run(store, figures)
     return figures
+
+
+def _kept_run(store: Store, split: Split) -> dict[str, Any] | None:
+    """The line of a fleet in the store's runs."""
+    return next((run for run in read_runs(store) if run.get("fleet", {}).get("name") == split.fleet), None)

@@ -201,6 +201,20 @@ def test_a_fleet_that_starts_again_keeps_the_split_of_runs_that_are_alive(job: J
     assert anew.split.fleet != split.fleet
 
 
+def test_a_fleet_that_starts_again_while_its_whole_is_verified_finds_that(job: Job) -> None:
+    plans = open_fleet(job.config, 3)
+    for number in range(3):
+        run_partition(job, plans.split.fleet, number)
+    with writer_lock(job.store), pytest.raises(BusyError):
+        open_fleet(job.config, 3)  # somebody else's: the fleet had not come to its end
+    kept = keep_fleet_run(plans, retries=0)
+    with writer_lock(job.store):
+        again = open_fleet(job.config, 3)
+        assert (again.adopted, again.split) == (True, plans.split)
+        assert keep_fleet_run(again, retries=0) == kept
+    assert len(read_runs(job.store)) == 1
+
+
 def test_a_fleet_does_not_start_beside_an_extraction(job: Job) -> None:
     open_fleet(job.config, 3)
     with writer_lock(job.store), pytest.raises(BusyError):
