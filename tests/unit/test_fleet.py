@@ -2,18 +2,22 @@
 
 import json
 import logging
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows import nodes
 from tasks.config import ExtractConfig, parse_config
 from tasks.errors import ConfigError, FleetError
 from tasks.fleet.conduct import Conductor, Run, Work
 from tasks.fleet.settings import FleetConfig, load_fleet, node_configs
 from tasks.fleet.signs import LockState, Phase, Pulse, RunState, Sight, judge
 from tasks.processes import identity
+from tasks.server.ports import free_port
 from tasks.store.lock import STALE
 
 PATIENCE = FleetConfig(nodes=[{"queue": "a"}, {"queue": "b"}], wait_for_worker=60, silence=900, stuck_after=7200)
@@ -366,6 +370,20 @@ def test_runs_of_an_earlier_fleet_keep_their_node(tmp_path: Path) -> None:
     assert [(job.work.key, job.run.queue, job.node) for job in conductor.jobs] == [
         ("w0", "elsewhere", None),
         ("w1", "elsewhere", None),
+    ]
+
+
+def test_while_the_prefect_api_is_away_nothing_is_known_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes.PrefectRuns, "__init__", lambda self: None)
+    runs = nodes.PrefectRuns()  # type: ignore[call-arg]
+    runs.settings, runs.pool, runs.logger, runs._away = PATIENCE, "pool", logging.getLogger("test"), False
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+        assert runs.state(Run(str(uuid.uuid4()), "a")) is None
+        assert runs.ready(0) is False
+    assert [record.message.partition(":")[0] for record in caplog.records if record.name == "test"] == [
+        "the Prefect API does not answer"
     ]
 
 
