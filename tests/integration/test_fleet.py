@@ -32,7 +32,7 @@ from tests.integration.seaweed import KEY, SECRET, Seaweed
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS, BATCHES = 400, 40
-IN_FLIGHT, WAIT = 2, 0.25  # prompts at a server at a time, seconds that each takes
+IN_FLIGHT, MANY, WAIT = 2, 16, 0.25  # prompts at a server at a time, or where nobody waits; seconds that each takes
 QUEUES = ("node-a", "node-b")
 
 
@@ -46,11 +46,17 @@ class Scene:
     members: list[dict[str, Any]]
     workers: dict[str, Run]
 
-    def write(self, name: str, output: str | None = None, **fleet: Any) -> tuple[Path, Path, Store]:
-        """Config, fleet and store of a new extraction."""
+    def write(
+        self, name: str, output: str | None = None, in_flight: int = IN_FLIGHT, **fleet: Any
+    ) -> tuple[Path, Path, Store]:
+        """Config, fleet and store of a new extraction. in_flight: prompts at a server at a time."""
         place = output or str(self.folder / name)
         config, members = self.folder / f"{name}.yaml", self.folder / f"{name}-fleet.yaml"
-        config.write_text(yaml.safe_dump(self.config | {"output": self.config["output"] | {"path": place}}))
+        sections = {
+            "output": self.config["output"] | {"path": place},
+            "extraction": {"requests_in_flight": in_flight},
+        }
+        config.write_text(yaml.safe_dump(self.config | sections))
         members.write_text(yaml.safe_dump({"nodes": self.members, "wait_for_worker": 5, **fleet}))
         return config, members, Store(Path(place))
 
@@ -85,7 +91,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "capture": {"layers": LAYERS},
             "server": {"mode": "attached", "dtype": "float32", **members[0]["settings"]["server"]},
             "staging": members[0]["settings"]["staging"],
-            "extraction": {"requests_in_flight": IN_FLIGHT},
             "output": {"shard_bytes": shard_bytes},
         }
         site = stack.enter_context(nodes(folder))
@@ -137,7 +142,7 @@ def test_the_prefect_server_is_killed_and_comes_back(scene: Scene) -> None:
 
 def test_a_node_that_cannot_work_is_made_up_for_by_the_other(scene: Scene) -> None:
     broken = {"queue": "node-b", "settings": {"server": {"url": "http://127.0.0.1:9"}}}
-    config, members, store = scene.write("broken", nodes=[scene.members[0], broken])
+    config, members, store = scene.write("broken", in_flight=MANY, nodes=[scene.members[0], broken])
     run = scene.start(config, members)
     assert run.wait() == 0, run.out + run.err
     assert "partition-0001 on node-b: failed: " in run.err
@@ -148,17 +153,17 @@ def test_a_node_that_cannot_work_is_made_up_for_by_the_other(scene: Scene) -> No
 
 def test_a_partition_that_fails_everywhere_fails_the_fleet_and_the_rest_stays(scene: Scene) -> None:
     broken = {"queue": "node-b", "settings": {"server": {"url": "http://127.0.0.1:9"}}}
-    config, members, store = scene.write("failed", nodes=[scene.members[0], broken], attempts=1)
+    config, members, store = scene.write("failed", in_flight=MANY, nodes=[scene.members[0], broken], attempts=1)
     run = scene.start(config, members)
     assert run.wait() == 1, run.out + run.err
     assert "FleetError: 1 of 2 could not be finished" in run.err
-    assert "http://127.0.0.1:9 does not answer" in run.err
+    assert "The server at http://127.0.0.1:9 does not tell its settings" in run.err
     assert not store.manifest.exists()
     assert scene.runs_of(store, "whole") == []
     split = json.loads((store.logs / "fleet.json").read_text())["partitions"]
     there = {batch_of(path) for path in record_paths(store)}
     assert there == set(range(split[0]["first"], split[0]["end"]))
-    config, members, store = scene.write("failed")
+    config, members, store = scene.write("failed", in_flight=MANY)
     again = scene.start(config, members)
     assert again.wait() == 0, again.out + again.err
     assert_complete(store)
@@ -199,7 +204,7 @@ def test_a_cancelled_fleet_ends_its_runs_within_seconds_and_resumes(scene: Scene
 
 def test_two_nodes_extract_into_a_bucket(scene: Scene, s3: Seaweed) -> None:
     place = s3.place()
-    config, members, _ = scene.write("bucket", place)
+    config, members, _ = scene.write("bucket", place, in_flight=MANY)
     values = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump(values | {"s3": {"endpoint_url": s3.url}}))
     run = scene.start(config, members)
