@@ -58,7 +58,7 @@ def cancel_runs(flow: Any, flow_run: Any, state: Any) -> None:
 def extract_fleet(config: ExtractConfig, fleet: FleetConfig) -> FleetSummary:
     """Extract with several nodes into one store; verify and record the whole once. Resumes what was begun.
 
-    Each partition is a run of the deployment `extract` on a node's work queue. One that fails, or whose node is lost,
+    Each partition is a run of the flow `extract` on a node's work queue. One that fails, or whose node is lost,
     is given to another node.
     """
     logger = get_run_logger()

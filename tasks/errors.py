@@ -45,10 +45,10 @@ class OutputError(InputError):
     """The output belongs to another extraction or to another writer, or may not be written."""
 
 
-class BusyError(OutputError):
-    """Another writer, which is alive, holds the output or a partition of it. `lock`: the name of its lock's file."""
+class WriterAliveError(OutputError):
+    """Another writer holds the output, or a partition of it, and it lives. `lock`: the name of its lock's file."""
 
-    def __init__(self, text: str, lock: str):
+    def __init__(self, text: str, lock: str = ""):
         super().__init__(text)
         self.lock = lock
 

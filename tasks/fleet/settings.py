@@ -59,7 +59,9 @@ class FleetConfig(Section):
         "its partition given to another node. More than the start of a server and the slowest batch take.",
     )
     deployment: str = Field(
-        default="extract/extract", pattern=r"^[^/]+/[^/]+$", description="Deployment that runs a partition."
+        default="extract/extract-partition",
+        pattern=r"^[^/]+/[^/]+$",
+        description="Deployment of the flow extract that runs a partition. Only the fleet may start its runs again.",
     )
 
     @property

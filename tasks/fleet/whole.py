@@ -9,7 +9,7 @@ import numpy as np
 
 from tasks.config import ExtractConfig
 from tasks.dataset.plan import Plan
-from tasks.errors import BusyError, FleetError
+from tasks.errors import FleetError, WriterAliveError
 from tasks.files import write_json
 from tasks.preflight import Preflight, check_output_space, open_output, run_preflight
 from tasks.storage import Location
@@ -43,7 +43,7 @@ def open_fleet(config: ExtractConfig, partitions: int, credentials: CredentialsS
     """Plan, or resume a plan; split what is missing.
 
     Where runs of an earlier fleet are writing, its partitions' or the one that verifies, the split is kept: they are
-    found again, and go on. Raises what `run_preflight` does, and BusyError if another writer than those is there.
+    found again, and go on. Raises what `run_preflight` does, and WriterAliveError if another writer is there.
     """
     preflight = run_preflight(config, space=False, credentials=credentials, flow_runs=partitions)
     store, plan = preflight.store, preflight.plan
@@ -58,7 +58,7 @@ def open_fleet(config: ExtractConfig, partitions: int, credentials: CredentialsS
             if preflight.missing:
                 open_output(preflight)
             save_split(store, split)
-    except BusyError as error:
+    except WriterAliveError as error:
         found = read_split(store)
         verifying = found is not None and not preflight.missing and _kept_run(store, found) is not None
         if found is None or (error.lock == store.lock.name and not verifying):

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks.errors import BusyError, LostLockError, OutputError
+from tasks.errors import LostLockError, OutputError, WriterAliveError
 from tasks.files import write_atomic
 from tasks.processes import identity, is_dead
 from tasks.storage import Location
@@ -72,7 +72,7 @@ class WriterLock:
         self._thread = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
 
     def __enter__(self) -> "WriterLock":
-        """Take the lock. Raises BusyError naming the owner if another writer is alive, OutputError if it cannot be had.
+        """Take the lock. Raises WriterAliveError naming the owner if there is another writer that lives.
 
         Where the owner is on another host, or in another container, that takes up to STALE seconds.
         """
@@ -183,7 +183,7 @@ class WriterLock:
                 return False
         elif dead:
             return True
-        raise BusyError(
+        raise WriterAliveError(
             f"{self.path.parent} is being written by {_name(owner)}, which is alive. Wait for it, or end it and "
             "try again.",
             self.path.name,
@@ -211,11 +211,12 @@ class WriterLock:
             self._release()
             raise
 
-    def _taken(self) -> OutputError:
-        return OutputError(f"{self.path.parent} was taken by another writer just now. Try again.")
+    def _taken(self) -> WriterAliveError:
+        text = f"{self.path.parent} was taken by another writer just now. Try again."
+        return WriterAliveError(text, self.path.name)
 
     def _exclude(self) -> None:
-        """Shut out the owners of the excluded locks; raises BusyError if one lives."""
+        """Shut out the owners of the excluded locks; raises WriterAliveError if one lives."""
         if locks := [type(self)(path) for path in self.excluded()]:
             with ThreadPoolExecutor(len(locks), thread_name_prefix="lock") as threads:  # each may take STALE seconds
                 for _ in threads.map(type(self).shut_out, locks):
@@ -223,7 +224,7 @@ class WriterLock:
             self.check()
 
     def shut_out(self) -> None:
-        """This lock is another's: take it out of the way, for good. Raises BusyError if its owner lives."""
+        """This lock is another's: take it out of the way, for good. Raises WriterAliveError if its owner lives."""
         while True:
             while read_lock(self.path) is not None:
                 self._remove_dead_lock()

@@ -103,7 +103,7 @@ def test_a_node_that_is_lost_half_way_is_made_up_for_by_the_other(site: Site, fl
         "config": yaml.safe_load(config.read_text()),
         "fleet": {"nodes": [{"queue": "node-b", "settings": managed}, {"queue": "node-a"}], "wait_for_worker": 5},
     }
-    leader, healthy, lost = (fleet.worker(queue) for queue in ("fleet", "node-a", "node-b"))
+    leader, healthy, lost = (fleet.worker(queue) for queue in ("cpu", "node-a", "node-b"))
     flow_run = fleet.submit(parameters)
 
     def of_lost() -> int:

@@ -94,7 +94,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "output": {"shard_bytes": shard_bytes},
         }
         site = stack.enter_context(nodes(folder))
-        workers = {queue: site.worker(queue) for queue in (*QUEUES, "fleet")}
+        workers = {queue: site.worker(queue) for queue in (*QUEUES, "cpu")}
         yield Scene(folder, site, config, members, workers)
 
 
@@ -185,7 +185,7 @@ def test_a_cancelled_fleet_ends_its_runs_within_seconds_and_resumes(scene: Scene
     config, members, store = scene.write("cancelled")
     parameters = {name: yaml.safe_load(path.read_text()) for name, path in (("config", config), ("fleet", members))}
     flow_run = scene.nodes.submit(parameters)
-    leader = scene.workers["fleet"]
+    leader = scene.workers["cpu"]
     wait_for(leader, lambda: commits(store) >= 2, 120, "two batches")
     writers = [psutil.Process(json.loads(path.read_text())["pid"]) for path in store.root.glob("lock-*.json")]
     assert len(writers) == 2

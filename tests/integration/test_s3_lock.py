@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.config import S3Config
-from tasks.errors import BusyError, LostLockError, OutputError
+from tasks.errors import LostLockError, OutputError, WriterAliveError
 from tasks.processes import identity
 from tasks.storage import S3Path, as_location
 from tasks.storage import bucket as bucket_module
@@ -233,11 +233,11 @@ def test_partitions_are_written_side_by_side_and_touch_nothing_of_each_other(sto
             first.check()
             second.check()
             assert first.workspace.is_dir()
-            with pytest.raises(BusyError, match="is being written by process"):
+            with pytest.raises(WriterAliveError, match="is being written by process"):
                 writer_lock(store).__enter__()
-            with pytest.raises(BusyError):
+            with pytest.raises(WriterAliveError):
                 writer_lock(store, PARTITIONS[1]).__enter__()
-    with writer_lock(store), pytest.raises(BusyError):
+    with writer_lock(store), pytest.raises(WriterAliveError):
         writer_lock(store, PARTITIONS[0]).__enter__()
     with writer_lock(store):
         assert begun_uploads(store, s3) == []

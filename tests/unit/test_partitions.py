@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tasks.dataset.rows import read_planned
-from tasks.errors import BusyError, FleetError, LostLockError, OutputError, StoreError, VerificationError
+from tasks.errors import FleetError, LostLockError, OutputError, StoreError, VerificationError, WriterAliveError
 from tasks.extraction.batch import extract_batch
 from tasks.extraction.engine import PrefillEngine
 from tasks.fleet.whole import Commits, account, check_sum, keep_fleet_run, keep_partition_run, open_fleet
@@ -179,14 +179,14 @@ def partition(job: Job, number: int) -> Partition:
 def test_partitions_are_written_side_by_side_and_the_whole_is_not_beside_them(job: Job) -> None:
     open_fleet(job.config, 3)
     with writer_lock(job.store, partition(job, 0)) as first, writer_lock(job.store, partition(job, 1)) as second:
-        with pytest.raises(BusyError, match=r"is being written by process .* which is alive") as busy:
+        with pytest.raises(WriterAliveError, match=r"is being written by process .* which is alive") as busy:
             writer_lock(job.store).__enter__()
         assert busy.value.lock in ("lock-0000.json", "lock-0001.json")
-        with pytest.raises(BusyError):
+        with pytest.raises(WriterAliveError):
             writer_lock(job.store, partition(job, 1)).__enter__()
         first.check()
         second.check()
-    with writer_lock(job.store), pytest.raises(BusyError):
+    with writer_lock(job.store), pytest.raises(WriterAliveError):
         writer_lock(job.store, partition(job, 0)).__enter__()
     assert sorted(job.store.root.glob("lock*")) == []
 
@@ -205,7 +205,7 @@ def test_a_fleet_that_starts_again_while_its_whole_is_verified_finds_that(job: J
     plans = open_fleet(job.config, 3)
     for number in range(3):
         run_partition(job, plans.split.fleet, number)
-    with writer_lock(job.store), pytest.raises(BusyError):
+    with writer_lock(job.store), pytest.raises(WriterAliveError):
         open_fleet(job.config, 3)  # somebody else's: the fleet had not come to its end
     kept = keep_fleet_run(plans, retries=0)
     with writer_lock(job.store):
@@ -217,7 +217,7 @@ def test_a_fleet_that_starts_again_while_its_whole_is_verified_finds_that(job: J
 
 def test_a_fleet_does_not_start_beside_an_extraction(job: Job) -> None:
     open_fleet(job.config, 3)
-    with writer_lock(job.store), pytest.raises(BusyError):
+    with writer_lock(job.store), pytest.raises(WriterAliveError):
         open_fleet(job.config, 3)
 
 
