@@ -1,5 +1,6 @@
 """The nodes of a fleet as Prefect knows them: deployment runs on work queues."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -105,7 +106,7 @@ class PrefectRuns:
         """A worker that is there ends the process; where none is, Prefect calls the run cancelled after a while."""
 
         def ask() -> None:
-            with get_client(sync_client=True) as client:
+            with get_client(sync_client=True) as client, contextlib.suppress(ObjectNotFound):
                 client.set_flow_run_state(UUID(run.id), Cancelling(message="The fleet gave it up."))
 
         self._ask(ask)
