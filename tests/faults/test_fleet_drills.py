@@ -1,13 +1,11 @@
 """Two nodes of one fleet: a worker process each, on a queue of its own, with an SGLang server of its own."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
@@ -15,8 +13,8 @@ from mlflow.tracking import MlflowClient
 from tasks.store.layout import Store, batch_of
 from tasks.store.record import read_records
 from tasks.store.runs import read_runs
-from tests.faults.drill import ROWS, Run, Site, committed, hashes, wait_until
-from tests.integration.nodes import Nodes, end, nodes, wait_for
+from tests.faults.drill import ROWS, Site, committed, hashes, wait_until
+from tests.integration.nodes import Nodes, end, lose, nodes, wait_for
 from tests.integration.serving import Serving, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -85,14 +83,6 @@ def test_two_nodes_extract_every_row_once_and_the_whole_is_verified_and_recorded
     for worker in workers:
         end(worker)
         worker.assert_no_orphans()
-
-
-def lose(node: Run) -> None:
-    """A node goes at once: its worker, the flow and the server, and what guards them."""
-    for process in node.family():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    node.process.wait()
 
 
 def test_a_node_that_is_lost_half_way_is_made_up_for_by_the_other(site: Site, fleet: Nodes, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.faults.drill import Run, Service, prefect_service, wait_until
 from tests.integration.seaweed import KEY, SECRET
@@ -95,6 +96,14 @@ def end(worker: Run) -> None:
     """Tell a worker to end, as systemd would."""
     worker.process.send_signal(signal.SIGTERM)
     worker.wait(60)
+
+
+def lose(node: Run) -> None:
+    """A node goes at once: its worker, the flow and a server that it started, and what guards them."""
+    for process in node.family():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    node.process.wait()
 
 
 def wait_for(run: Run, condition: Any, seconds: float, what: str) -> None:

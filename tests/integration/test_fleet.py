@@ -26,7 +26,7 @@ from tasks.store.record import read_records, record_paths
 from tests.benchmarks.orchestration import LONGEST, write_dataset
 from tests.benchmarks.pretend_server import HIDDEN, LAYERS, serving, write_checkpoint
 from tests.faults.drill import Run, wait_until
-from tests.integration.nodes import Nodes, nodes, wait_for
+from tests.integration.nodes import Nodes, lose, nodes, wait_for
 from tests.integration.seaweed import KEY, SECRET, Seaweed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -179,6 +179,28 @@ def test_a_worker_that_is_killed_takes_no_partition_with_it(scene: Scene) -> Non
     scene.workers["node-b"] = scene.nodes.worker("node-b")
     assert_complete(store)
     assert len(scene.runs_of(store, "partition-0001")) == 1
+
+
+def test_a_node_that_is_lost_half_way_is_made_up_for_by_the_other(scene: Scene) -> None:
+    config, members, store = scene.write("lost")
+    run = scene.start(config, members)
+    wait_for(run, lambda: (store.logs / "fleet.json").exists(), 120, "the split")
+    _, second = json.loads((store.logs / "fleet.json").read_text())["partitions"]
+
+    def of(partition: dict[str, int]) -> int:
+        return sum(batch_of(path) >= partition["first"] for path in record_paths(store))
+
+    wait_for(run, lambda: of(second) >= 2, 200, "two batches of the node that is to be lost")
+    lose(scene.workers["node-b"])
+    there = of(second)
+    assert run.wait() == 0, run.out + run.err
+    scene.workers["node-b"] = scene.nodes.worker("node-b")
+    assert there < second["end"] - second["first"], "the partition was finished before the node was lost"
+    assert_complete(store)
+    assert [one["work_queue_name"] for one in scene.runs_of(store, "partition-0001")] == ["node-b", "node-a"]
+    (whole,) = scene.runs_of(store, "whole")
+    assert whole["work_queue_name"] == "node-a"
+    assert "1 runs were lost or failed and made up for" in run.out
 
 
 def test_a_cancelled_fleet_ends_its_runs_within_seconds_and_resumes(scene: Scene) -> None:
