@@ -11,7 +11,7 @@ from typing import Any
 from flows import dataset_options, lineage, places, services
 from flows.summary import as_lines, count_states
 from tasks.config import describe_config, load_config
-from tasks.errors import DrillcoreError, SpaceError
+from tasks.errors import DrillcoreError, SetupError, SpaceError
 from tasks.files import human_bytes
 
 DESCRIPTION = """\
@@ -50,6 +50,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_extract(options: argparse.Namespace) -> int:
     return _extract(options, deep=options.deep)
+
+
+def run_fleet(options: argparse.Namespace) -> int:
+    from tasks.fleet.settings import load_fleet
+
+    config = load_config(options.config, options.set)
+    fleet = load_fleet(options.fleet, options.node or [], options.partitions)
+    _quiet_prefect(options.verbose)
+    if services.find_api() is None:
+        raise SetupError(
+            "A fleet needs the Prefect API that its nodes' workers ask for work: name it (PREFECT_API_URL, or a "
+            "profile), or start one with `python -m flows ui`."
+        )
+    from flows.fleet import extract_fleet
+    from flows.run import run_with_prefect
+
+    print(f"\n{run_with_prefect(extract_fleet, config, None, fleet=fleet).text()}")
+    return 0
 
 
 def run_retry_failed(options: argparse.Namespace) -> int:
@@ -226,6 +244,22 @@ def _parser() -> argparse.ArgumentParser:
         "Try the rows that failed once more, also those that would fail again by themselves; leave those never tried.",
         config=True,
     )
+    fleet = command(
+        "fleet",
+        run_fleet,
+        "Extract with several nodes into one store, by their Prefect workers; resume what was begun.",
+        config=True,
+    )
+    fleet.add_argument(
+        "--node",
+        action="append",
+        metavar="QUEUE",
+        help="a node, by the work queue that its worker polls (`prefect worker start --pool drillcore --work-queue "
+        "QUEUE --limit 1`); once for each",
+    )
+    fleet.add_argument("--fleet", type=Path, metavar="FLEET.yaml", help="nodes with settings of their own, and limits")
+    fleet.add_argument("--partitions", type=int, help="partitions, at least (default: as many as nodes)")
+    fleet.add_argument("--verbose", action="store_true", help="show every log line, not only the steps")
     prepare = command(
         "prepare", run_prepare, "Make a dataset of conversations or token ids: tokenize, mask, merge, shuffle."
     )

@@ -24,6 +24,7 @@ from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
 from tasks.errors import WriterAliveError
+from tasks.fleet.settings import PartitionOf
 from tasks.report import markdown_table
 from tasks.steps import (
     Session,
@@ -52,8 +53,10 @@ Attempt = Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)]
 
 def _run_name() -> str:
     given = flow_run.parameters
-    config = given["config"]
+    config, partition = given["config"], given.get("partition")
     name = config["name"] if isinstance(config, dict) else config.name
+    if partition:
+        name += f"-partition-{partition['number'] if isinstance(partition, dict) else partition.number:04d}"
     marks = ["failed-rows"] if given.get("only_failed") else []
     marks += ["deep"] if given.get("deep") else []
     marks += [f"attempt-{given['attempt']}"] if given.get("attempt", 1) > 1 else []
@@ -70,7 +73,13 @@ def _flow_run() -> dict[str, str]:
     flow_run_name=_run_name,
     persist_result=False,
 )
-def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False, attempt: Attempt = 1) -> Summary:
+def extract(
+    config: ExtractConfig,
+    only_failed: bool = False,
+    deep: bool = False,
+    attempt: Attempt = 1,
+    partition: PartitionOf | None = None,
+) -> Summary | None:
     """Extract the hidden states of a dataset, verify them, record where they came from. Resumes what was begun.
 
     Args:
@@ -80,11 +89,16 @@ def extract(config: ExtractConfig, only_failed: bool = False, deep: bool = False
             ones are extracted again.
         attempt: Leave it at 1. An automation starts a run that crashed again, and counts here. A later attempt waits
             while an earlier one, which Prefect took for crashed, is still writing.
+        partition: Leave it empty. Of a fleet, which verifies and records the whole; there is no summary then.
     """
     if attempt > 1:
         _wait_for_writer(config)
-    with warnings_on_the_page(), preflight_step(config, only_failed, deep, credentials_of(config.s3)) as session:
+    credentials = credentials_of(config.s3)
+    with warnings_on_the_page(), preflight_step(config, only_failed, deep, credentials, partition) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
+        if partition:
+            _extract_partition(session)
+            return None
         if session.needs_server():
             prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
             patch_step(session)
@@ -140,6 +154,16 @@ def _places(session: Session) -> list[tuple[str, Path]]:
     output, spool = session.store.root, session.preflight.spool
     places = [("spool", spool)] if spool else [("output", Path(str(output)))]
     return [*places, ("staging", session.config.staging.path)]
+
+
+def _extract_partition(session: Session) -> None:
+    if not session.preflight.missing:
+        get_run_logger().info("nothing is left to extract of this partition")
+        return
+    patch_step(session)
+    server_step(session)
+    probe_step(session)
+    _extract_batches(session)
 
 
 def _extract_batches(session: Session) -> dict[str, Any]:

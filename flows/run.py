@@ -49,7 +49,8 @@ class StepLines(logging.Handler):
         self.task_runs: set[UUID] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        step = getattr(record, "task_run_name", None) or ("extract" if hasattr(record, "flow_run_name") else None)
+        own = "fleet" if getattr(record, "flow_name", None) == "extract-fleet" else "extract"
+        step = getattr(record, "task_run_name", None) or (own if hasattr(record, "flow_run_name") else None)
         if run := getattr(record, "task_run_id", None):
             self.task_runs.add(UUID(str(run)))
         if step is None or hasattr(record, FROM_CORE):

@@ -65,6 +65,13 @@ def prefect_api(port: int | None = None) -> Iterator[str]:
             refresh_global_settings_context()
 
 
+def find_api() -> str | None:
+    """The URL of the Prefect API that `prefect_api` would take without starting one."""
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().api.url or _running(_note())
+
+
 @contextlib.contextmanager
 def mlflow_server(port: int = MLFLOW_PORT) -> Iterator[str]:
     """An MLflow server over the state folder's database; yields its URL."""

@@ -72,6 +72,44 @@ class Summary(BaseModel):
         )
 
 
+class FleetSummary(BaseModel):
+    """An extraction by several nodes that ended well."""
+
+    rows: dict[str, int]
+    """By state: done, truncated, skipped, failed."""
+    tokens: int
+    bytes: int
+    shards: int
+    digest: str
+    output: Path | str
+    nodes: int
+    partitions: int
+    """That something was missing of."""
+    retries: int
+    """Runs that were lost or failed, and were made up for."""
+    extracted_tokens: int
+    """By this fleet; the others were there already."""
+    seconds: float
+    """From the first run's begin to the last one's end; servers' starts and verification not counted."""
+    mlflow_run: str | None
+
+    def text(self) -> str:
+        """Lines of name and value."""
+        rate = (
+            f"{self.extracted_tokens / self.seconds:,.0f} tokens/s" if self.seconds else "nothing was left to extract"
+        )
+        lost = f", {self.retries} runs were lost or failed and made up for" if self.retries else ""
+        lines = [
+            ("rows", count_states(self.rows)),
+            ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
+            ("fleet", f"{self.partitions} partitions on {self.nodes} nodes: {rate}{lost}"),
+            ("digest", self.digest),
+            ("output", str(self.output)),
+            ("MLflow", self.mlflow_run or f"not recorded; later: python -m flows record {self.output}"),
+        ]
+        return as_lines(lines)
+
+
 def usage_lines(usage: dict[str, float], room: str = "staging") -> list[tuple[str, str]]:
     """Was the server always full, and if not, why: a line, or none where nothing was extracted. room: that may lack."""
     if not usage:

@@ -46,7 +46,11 @@ class OutputError(InputError):
 
 
 class WriterAliveError(OutputError):
-    """Another writer holds the output, and it lives."""
+    """Another writer holds the output, or a partition of it, and it lives. `lock`: the name of its lock's file."""
+
+    def __init__(self, text: str, lock: str = ""):
+        super().__init__(text)
+        self.lock = lock
 
 
 class StoreError(DrillcoreError):
@@ -96,6 +100,10 @@ class ProbeError(DrillcoreError):
 
 class ExtractionError(DrillcoreError):
     """Rows are missing at the end of the extraction, or so many failed that it was stopped."""
+
+
+class FleetError(ExtractionError):
+    """A partition, or the verification of the whole, came to no end on any node: the output is not complete."""
 
 
 class VerificationError(DrillcoreError):

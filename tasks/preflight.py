@@ -11,10 +11,10 @@ import numpy as np
 
 from tasks.config import ExtractConfig
 from tasks.dataset.manifest import check_agreement, check_contents
-from tasks.dataset.plan import SKIP, TRUNCATE, Plan, load_plan, save_plan
-from tasks.dataset.scan import scan_dataset
+from tasks.dataset.plan import MOST_BATCHES, NO_BATCH, SKIP, TRUNCATE, Plan, load_plan, save_plan
+from tasks.dataset.scan import Scan, scan_dataset
 from tasks.errors import OutputError, SetupError, SpaceError, StoreError
-from tasks.files import free_bytes, human_bytes, human_seconds
+from tasks.files import free_bytes, human_bytes, human_seconds, sha256_of
 from tasks.model import ITEMSIZE, Model, capture_layers, read_model
 from tasks.patching import Installation, find_installation, plugin_version
 from tasks.server.dumps import Captured
@@ -28,9 +28,10 @@ from tasks.store.books import DONE, FAILED, TRUNCATED, Books, balance
 from tasks.store.bucket_lock import spool_folder
 from tasks.store.inspection import NOTHING, Inspection, inspect_store, remove_remains
 from tasks.store.layout import Store, check_owner, create_store, fingerprint_of
+from tasks.store.partitions import Partition, find_partition
 from tasks.store.shard import ENTRY_BYTES, row_bytes
 
-MOST_BATCHES = 128  # at a time: threads, and open files
+MOST_AT_ONCE = 128  # batches: threads, and open files
 ROW_OVERHEAD = 4 * ENTRY_BYTES + 512  # bytes a row takes in shard header, record and plan, at most
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class Preflight:
     books: Books
     missing: dict[int, np.ndarray]
     """Rows that this run extracts, by batch; int64, ascending."""
+    partition: Partition | None = None
+    """All that this run looks at and writes to, where others extract the rest; inspection and books know no more."""
+    fleet: str = ""
+    """Of the partition."""
 
     @property
     def captured(self) -> Captured:
@@ -78,6 +83,12 @@ class Preflight:
         return sum(int(self.plan.tokens[rows].sum()) for rows in self.missing.values())
 
     @property
+    def tokens_by_batch(self) -> np.ndarray:
+        """int64 [batches], of the whole plan."""
+        planned = self.plan.batch != NO_BATCH
+        return np.bincount(self.plan.batch[planned], self.plan.tokens[planned], self.plan.batches).astype(np.int64)
+
+    @property
     def batches_at_once(self) -> int:
         """So many that the servers are full, and as much again waits: a batch ends with less and less in flight."""
         limits, rows = self.config.extraction, max(1, self.missing_rows)
@@ -86,7 +97,7 @@ class Preflight:
         batch = self.missing_tokens / max(1, len(self.missing))
         # Those that are uploaded do not keep the servers busy.
         uploads = int(self.config.s3.spool_bytes / max(1, batch * self.token_bytes)) if self.spool else 0
-        return min(MOST_BATCHES, 2 + math.ceil(wanted / max(1, batch)) + uploads)
+        return min(MOST_AT_ONCE, 2 + math.ceil(wanted / max(1, batch)) + uploads)
 
     @property
     def spool(self) -> Path | None:
@@ -98,7 +109,8 @@ class Preflight:
         """Rows that may fail in this run; one more stops it early."""
         limits = self.config.extraction
         share = max(limits.max_failed_share, limits.stop_failed_share)
-        return max(int(share * len(self.plan)), limits.max_failures_in_a_row)
+        rows = len(self.plan) if self.partition is None else np.isin(self.plan.batch, self.partition.batches).sum()
+        return max(int(share * rows), limits.max_failures_in_a_row)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -137,6 +149,8 @@ def run_preflight(
     only_failed: bool = False,
     deep: bool = False,
     credentials: CredentialsSource | None = None,
+    partition: tuple[str, int] | None = None,
+    flow_runs: int = 1,
 ) -> Preflight:
     """Check everything that needs no server; raises the InputError that names what is wrong. Writes nothing; into a
     bucket only a small object, which is deleted again.
@@ -145,6 +159,8 @@ def run_preflight(
     only_failed: do the rows that failed, whether they may heal or not, and leave those that were never tried.
     deep: read every shard that is there already and compare checksums, not only sizes.
     credentials: of the bucket; default: boto3's standard chain.
+    partition: fleet and number; the plan is then the output's, and only these batches count. flow_runs: that a new plan
+    is for: as many times MOST_BATCHES batches.
     """
     store = Store(as_location(config.output.path, config.s3, credentials))
     if isinstance(store.root, S3Path):
@@ -165,7 +181,13 @@ def run_preflight(
     else:
         installation, (sglang, numerics) = None, _settings_of_attached(config.server.urls)
     manifest = check_agreement(config.dataset, model)
-    scan = scan_dataset(config.dataset, model.vocab_size, token_bytes(config, model, layers), config.output.shard_bytes)
+    if partition:
+        found: Partition | None = find_partition(store, *partition)
+        scan = Scan(sha256_of(config.dataset.path), load_plan(store.plan))
+    else:
+        found, a_token = None, token_bytes(config, model, layers)
+        limits = (config.output.shard_bytes, MOST_BATCHES * flow_runs)
+        scan = scan_dataset(config.dataset, model.vocab_size, a_token, *limits)
     check_contents(config.dataset.path, manifest, scan.sha256)
     fresh = Preflight(
         *(config, store, model, layers, installation, sglang, numerics, scan.sha256, scan.plan),
@@ -173,6 +195,8 @@ def run_preflight(
         inspection=NOTHING,
         books=balance(scan.plan, []),
         missing={},
+        partition=found,
+        fleet=partition[0] if partition else "",
     )
     preflight = _with_progress_of_output(fresh, only_failed, deep)
     if space:
@@ -195,23 +219,27 @@ def _settings_of_attached(urls: list[str]) -> tuple[str, dict[str, str | None]]:
 
 
 def open_output(preflight: Preflight) -> None:
-    """Make the store ready to be written; the lock must be held.
+    """Make the store, or the partition, ready to be written; its lock must be held.
 
     From here on it is not complete, so what says that it is goes first; so does what earlier writers left half done.
     Raises OutputError if another run wrote to it after preflight had looked, before this one had the lock.
     """
-    store = preflight.store
+    store, partition = preflight.store, preflight.partition
     if not check_owner(store, preflight.parts):
         create_store(store, preflight.parts, preflight.config.model_dump(mode="json"))
-    if inspect_store(store, preflight.fingerprint).contents != preflight.inspection.contents:
+    batches = None
+    if partition is not None:
+        batches = find_partition(store, preflight.fleet, partition.number).batches  # nobody changes it while we write
+    if inspect_store(store, preflight.fingerprint, batches=batches).contents != preflight.inspection.contents:
         raise OutputError(f"Another run wrote to {store.root} while this one was checking it. Start this one again.")
-    store.manifest.unlink(missing_ok=True)
-    store.ledger.unlink(missing_ok=True)
-    store.index.unlink(missing_ok=True)
-    store.shards.mkdir(exist_ok=True)
-    store.logs.mkdir(exist_ok=True)
-    if not store.plan.exists():
-        save_plan(preflight.plan, store.plan)
+    if partition is None:
+        store.manifest.unlink(missing_ok=True)
+        store.ledger.unlink(missing_ok=True)
+        store.index.unlink(missing_ok=True)
+        store.shards.mkdir(exist_ok=True)
+        store.logs.mkdir(exist_ok=True)
+        if not store.plan.exists():
+            save_plan(preflight.plan, store.plan)
     for problem in preflight.inspection.problems(store):
         logger.warning("%s: its rows are extracted again", problem)
     remove_remains(store, preflight.inspection)
@@ -225,7 +253,7 @@ def check_space(preflight: Preflight) -> None:
     if preflight.spool:
         _check_spool(preflight, preflight.spool)
     else:
-        _check_output(preflight)
+        check_output_space(preflight)
     longest = preflight.plan.longest * preflight.token_bytes
     staging = min(config.staging.max_bytes, free_bytes(config.staging.path))
     # Twice: a dump is removed from memory a moment after its row counts as gone.
@@ -237,7 +265,8 @@ def check_space(preflight: Preflight) -> None:
         )
 
 
-def _check_output(preflight: Preflight) -> None:
+def check_output_space(preflight: Preflight) -> None:
+    """Raises SpaceError if what is missing does not fit the output, a directory."""
     root = preflight.store.root
     assert isinstance(root, Path)
     # The shards that do not count are removed first.
@@ -290,6 +319,9 @@ def describe(preflight: Preflight, rate: float | None = None) -> list[tuple[str,
         *_places(preflight),
         ("staging", f"{config.staging.path} ({human_bytes(free_bytes(config.staging.path))} free)"),
     ]
+    if partition := preflight.partition:
+        batches = f"batches {partition.first} to {partition.end - 1}"
+        lines.append(("partition", f"number {partition.number}: {batches}, {preflight.missing_tokens:,} tokens to do"))
     if preflight.resumed:
         done = books[DONE] + books[TRUNCATED]
         lines.append(("resumes", f"{done:,} rows are there already, {preflight.missing_rows:,} are to do"))
@@ -326,9 +358,11 @@ def _with_progress_of_output(preflight: Preflight, only_failed: bool, deep: bool
     """
     store, plan, inspection = preflight.store, preflight.plan, preflight.inspection
     resumed = check_owner(store, preflight.parts)
+    batches = preflight.partition.batches if preflight.partition else None
     if resumed:
-        plan = _stored_plan(store, plan)
-        inspection = inspect_store(store, preflight.fingerprint, deep)
+        if not preflight.partition:
+            plan = _stored_plan(store, plan)
+        inspection = inspect_store(store, preflight.fingerprint, deep, batches)
     books = balance(plan, inspection.records)
     if books.problems:
         raise StoreError(
@@ -344,7 +378,7 @@ def _with_progress_of_output(preflight: Preflight, only_failed: bool, deep: bool
     wanted = np.zeros(len(plan), dtype=bool)
     wanted[failed if only_failed else due] = True
     left = (rows[wanted[rows]] for rows in plan.rows_by_batch())
-    missing = {batch: rows for batch, rows in enumerate(left) if len(rows)}
+    missing = {batch: rows for batch, rows in enumerate(left) if len(rows) and (batches is None or batch in batches)}
     return dataclasses.replace(
         preflight, plan=plan, resumed=resumed, inspection=inspection.without_rows(), books=books, missing=missing
     )

@@ -8,7 +8,7 @@ import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tasks.extraction.batch import BatchResult, extract_batch
 from tasks.extraction.engine import PrefillEngine
 from tasks.extraction.trouble import Trouble, troubles_of
 from tasks.files import human_bytes, write_json
+from tasks.fleet.settings import PartitionOf
+from tasks.fleet.whole import keep_partition_run
 from tasks.lineage.early import Preparation
 from tasks.origin import describe_origin
 from tasks.patching import check_signatures, server_paths
@@ -41,6 +43,7 @@ from tasks.store.books import DONE, TRUNCATED
 from tasks.store.bucket_lock import writer_lock
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
+from tasks.store.partitions import read_split
 from tasks.store.runs import add_run
 from tasks.verification import Verified, comparison_due, verify_store
 
@@ -67,7 +70,7 @@ class Session:
         self.resources = contextlib.ExitStack()
 
     def __enter__(self) -> "Session":
-        self.lock = self.resources.enter_context(writer_lock(self.store))
+        self.lock = self.resources.enter_context(writer_lock(self.store, self.preflight.partition))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -89,9 +92,11 @@ def preflight_step(
     only_failed: bool = False,
     deep: bool = False,
     credentials: CredentialsSource | None = None,
+    partition: PartitionOf | None = None,
 ) -> Session:
-    """Check config, model, environment, dataset, output and space; plan."""
-    preflight = run_preflight(config, only_failed=only_failed, deep=deep, credentials=credentials)
+    """Check config, model, environment, dataset, output and space; plan, or take a fleet's plan."""
+    chosen = (partition.fleet, partition.number) if partition else None
+    preflight = run_preflight(config, only_failed=only_failed, deep=deep, credentials=credentials, partition=chosen)
     for name, value in describe(preflight):
         get_run_logger().info("%s: %s", name, value)
     return Session(preflight)
@@ -155,7 +160,8 @@ def probe_step(session: Session) -> None:
     for server, report in zip(session.servers, reports, strict=True):
         get_run_logger().info("%s: %s", server.url, report.text())
     open_output(preflight)
-    write_json(session.store.logs / "probe.json", [asdict(report) for report in reports])
+    name = f"probe-{part.number:04d}.json" if (part := preflight.partition) else "probe.json"
+    write_json(session.store.logs / name, [asdict(report) for report in reports])
     engine = PrefillEngine(session.servers, *limits, preflight.most_failed)
     session.engine = session.resources.enter_context(engine)
 
@@ -267,14 +273,20 @@ def _check(session: Session, server: Server) -> ServerFacts:
 
 def server_log(session: Session, number: int) -> Path:
     """A managed server's log: beside the output, since an output exists only after a passed probe."""
-    beside = session.store.beside
-    return beside.with_name(f"{beside.name}.server-{number}.log" if number else f"{beside.name}.server.log")
+    beside, partition = session.store.beside, session.preflight.partition
+    parts = [f"partition-{partition.number:04d}"] if partition else []
+    name = ".".join([beside.name, "-".join(["server", *parts, *([str(number)] if number else [])]), "log"])
+    return beside.with_name(name)
 
 
 def sampler(session: Session, flow_run: dict[str, str]) -> Sampler:
     """Samples the extraction for as long as its context lasts; flow_run: Prefect's, for the record."""
     assert session.engine is not None
     origin = describe_origin() | {"servers": [asdict(facts) for facts in session.facts], "prefect": flow_run}
+    if partition := session.preflight.partition:
+        split = read_split(session.store)
+        there = split.there["rows"] if split else 0
+        origin["partition"] = {"fleet": session.preflight.fleet, "number": partition.number, "there": there}
     books = session.preflight.books.counts()
     return Sampler(session.store, session.engine.progress, origin, books[DONE] + books[TRUNCATED])
 
@@ -294,5 +306,10 @@ def keep_run(session: Session, seconds: float) -> dict[str, Any]:
         "restarts": progress.restarts,
         "usage": {name: round(value, 4) for name, value in session.engine.usage().items()},
     }
-    add_run(session.store, run)
+    preflight = session.preflight
+    if preflight.partition:
+        began = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="milliseconds")
+        keep_partition_run(session.store, preflight.fleet, preflight.partition.number, {"began": began, **run})
+    else:
+        add_run(session.store, run)
     return run

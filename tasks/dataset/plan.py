@@ -76,17 +76,19 @@ class Plan:
         return {name: int((self.action == code).sum()) for code, name in enumerate(ACTIONS)}
 
 
-def assign_batches(tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, shard_bytes: int) -> np.ndarray:
+def assign_batches(
+    tokens: np.ndarray, skipped: np.ndarray, token_bytes: int, shard_bytes: int, most_batches: int = MOST_BATCHES
+) -> np.ndarray:
     """Group consecutive rows into batches of at most `shard_bytes` (a longer row is alone) and MOST_ROWS; int32 [rows].
 
-    Both limits grow until there are at most MOST_BATCHES.
+    Both limits grow until there are at most `most_batches`.
     """
     most_rows = MOST_ROWS
     rows = np.flatnonzero(~skipped)
     ends = np.cumsum(tokens[rows], dtype=np.int64) * token_bytes
     while True:
         starts, filled = [0], 0
-        while len(starts) <= MOST_BATCHES:
+        while len(starts) <= most_batches:
             fitting = int(np.searchsorted(ends, filled + shard_bytes, side="right"))
             start = min(max(fitting, starts[-1] + 1), starts[-1] + most_rows)
             if start >= len(rows):

@@ -10,7 +10,7 @@ import pyarrow as pa
 from tasks.config import DatasetConfig
 from tasks.dataset.blocks import read_blocks
 from tasks.dataset.formats import identity_of
-from tasks.dataset.plan import ACTIONS, EXTRACT, SKIP, TRUNCATE, Plan, assign_batches
+from tasks.dataset.plan import ACTIONS, EXTRACT, MOST_BATCHES, SKIP, TRUNCATE, Plan, assign_batches
 from tasks.dataset.rows import name_row
 from tasks.errors import DatasetError
 from tasks.files import sha256_of
@@ -27,8 +27,10 @@ class Scan:
     plan: Plan
 
 
-def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int) -> Scan:
-    """Read `config.path`, apply its policies, group the rows into batches.
+def scan_dataset(
+    config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int, most_batches: int = MOST_BATCHES
+) -> Scan:
+    """Read `config.path`, apply its policies, group the rows into at most `most_batches`.
 
     token_bytes: stored bytes a token. Raises DatasetError if the file is missing, damaged or of no known kind, or one
     that lists the first rows that a policy `fail` forbids, with their numbers, and the count of each kind.
@@ -36,7 +38,7 @@ def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard
     before = identity_of(config.path)
     with ThreadPoolExecutor(1) as pool:  # hashlib lets the other thread run meanwhile
         digest = pool.submit(sha256_of, config.path)
-        plan = _plan(config, vocab_size, token_bytes, shard_bytes)
+        plan = _plan(config, vocab_size, token_bytes, shard_bytes, most_batches)
     if identity_of(config.path) != before:
         raise DatasetError(
             f"The dataset {config.path} was written to while it was read. Start again when it is complete "
@@ -45,7 +47,7 @@ def scan_dataset(config: DatasetConfig, vocab_size: int, token_bytes: int, shard
     return Scan(digest.result(), plan)
 
 
-def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int) -> Plan:
+def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes: int, most_batches: int) -> Plan:
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("offset", "size", "input_tokens", "tokens", "action")}
     reasons: list[str] = []
     ids: list[pa.Array] = []
@@ -94,7 +96,7 @@ def _plan(config: DatasetConfig, vocab_size: int, token_bytes: int, shard_bytes:
     if not whole["tokens"].any():
         raise DatasetError(f"{config.path} has no row to extract: {rows} rows, all skipped (dataset.path).")
     skipped = whole["action"] == ACTIONS.index(SKIP)
-    batch = assign_batches(whole["tokens"], skipped, token_bytes, shard_bytes)
+    batch = assign_batches(whole["tokens"], skipped, token_bytes, shard_bytes, most_batches)
     return Plan(**whole, batch=batch, reason=reasons, id=pa.chunked_array(ids, pa.string()))
 
 

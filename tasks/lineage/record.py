@@ -91,6 +91,15 @@ def record_extraction(store: Store, config: LineageConfig, default_uri: str, art
         return run.info.run_id
 
 
+def recorded_run(store: Store) -> str | None:
+    """The id of the MLflow run that has the store as it is; None if it was not recorded."""
+    try:
+        digest, note = sha256_of(store.manifest), _read_note(store)
+    except FileNotFoundError:
+        return None
+    return next((known["run_id"] for known in note["records"].values() if known["digest"] == digest), None)
+
+
 def prepare(config: LineageConfig, default_uri: str, artifacts: Path) -> None:
     """Have MLflow ready before it is needed: a new database takes seconds. Raises LineageError if it is not there."""
     uri = tracking_uri(config.tracking_uri, default_uri)

@@ -6,6 +6,7 @@ the checksum that were computed here. A shard's commit record is written after t
 
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ def upload(path: Path, to: S3Path) -> Uploaded:
     return Uploaded(size, len(digests), wanted, round(time.monotonic() - started, 3))
 
 
-def abort_uploads(prefix: S3Path) -> int:
-    """Abort every unfinished upload under a prefix; returns their number. The caller holds the store's lock."""
+def abort_uploads(prefix: S3Path, ours: Callable[[S3Path], bool] = lambda path: True) -> int:
+    """Abort the unfinished uploads under a prefix that are `ours`; returns their number. The caller holds the lock."""
     bucket, markers, count = prefix.bucket, dict[str, str](), 0
     while True:
         page = bucket.call(
@@ -62,8 +63,9 @@ def abort_uploads(prefix: S3Path) -> int:
             ),
         )
         for found in page.get("Uploads", []):
-            _abort(S3Path(bucket, found["Key"]), found["UploadId"])
-            count += 1
+            if ours(path := S3Path(bucket, found["Key"])):
+                _abort(path, found["UploadId"])
+                count += 1
         if not page.get("IsTruncated"):
             return count
         markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -19,23 +19,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks.errors import LostLockError, RemoteError, WriterAliveError
+from tasks.errors import LostLockError, RemoteError
+from tasks.files import write_json
+from tasks.processes import identity, is_dead
 from tasks.storage import Location, S3Path, side_folder
 from tasks.storage.bucket import PreconditionError
 from tasks.storage.spool import Spool, spool_limit
 from tasks.storage.upload import abort_uploads, upload
-from tasks.store.layout import Store, shard_stem
+from tasks.store.layout import Store, in_batches, shard_stem
 from tasks.store.lock import WriterLock, parse_lock
+from tasks.store.partitions import Partition
 from tasks.store.record import record_name, record_path, record_paths
 
+OWNER = "owner.json"  # in a workspace: the process whose it is
 TRIES = 5  # of a record's write, each refused because the record changed
 
 logger = logging.getLogger(__name__)
 
 
-def writer_lock(store: Store) -> WriterLock:
-    """The lock of a store, wherever it lies."""
-    return BucketLock(store.lock) if isinstance(store.lock, S3Path) else WriterLock(store.lock)
+def writer_lock(store: Store, partition: Partition | None = None) -> WriterLock:
+    """The lock of a store, wherever it lies; or of one partition of it, beside the writers of others."""
+    if partition is None:
+        path, batches = store.lock, None
+    else:
+        path, batches = store.partition_lock(partition.number), partition.batches
+
+    def excluded() -> list[Location]:
+        return partition_locks(store) if partition is None else [store.lock]
+
+    return BucketLock(path, excluded, batches) if isinstance(path, S3Path) else WriterLock(path, excluded)
+
+
+def partition_locks(store: Store) -> list[Location]:
+    """Those that are there, also where only the workspace of a writer is left."""
+    names = {path.name.partition(".")[0] for path in store.root.glob("lock-*") if ".json" in path.name}
+    return [store.root / f"{name}.json" for name in sorted(names)]
 
 
 def spool_folder(root: S3Path) -> Path:
@@ -49,8 +67,10 @@ class BucketLock(WriterLock):
 
     durable: ClassVar[bool] = False
 
-    def __init__(self, path: S3Path):
-        super().__init__(path)
+    def __init__(self, path: S3Path, excluded: Callable[[], list[Any]] = list, batches: range | None = None):
+        """batches: that it covers; None: all."""
+        super().__init__(path, excluded)
+        self.batches = batches
         self.spool = Spool(path.bucket.config.spool_bytes)
         self._etag = ""
         self._over: str | None = None  # ETag of the dead lock that ours replaces
@@ -98,8 +118,21 @@ class BucketLock(WriterLock):
                     return
         raise RemoteError(f"{path} is changed by somebody else again and again.")
 
+    def shut_out(self) -> None:
+        while True:
+            try:
+                found, etag = self.path.read_with_etag()
+            except FileNotFoundError:
+                return
+            if _is_released(found):
+                return
+            if self._is_abandoned(found) and self._put(self._released(), {"IfMatch": etag}):
+                return
+
     def _workspace(self) -> Path:
-        return spool_folder(self.path.parent) / f"{self.owner}.work"
+        folder, stem = spool_folder(self.path.parent), self.path.name.removesuffix(".json")
+        # A partition's in a folder of its own: others on this host write to the same store.
+        return (folder if stem == "lock" else folder / stem) / f"{self.owner}.work"
 
     def _create(self) -> bool:
         conditions = {"IfMatch": self._over} if self._over else {"IfNoneMatch": "*"}
@@ -135,26 +168,35 @@ class BucketLock(WriterLock):
     def _shut_out_others(self) -> None:
         try:
             self.workspace.mkdir(parents=True)
-            for workspace in self.workspace.parent.glob("*.work"):
-                if workspace != self.workspace:
+            write_json(self.workspace / OWNER, identity())
+            folder = spool_folder(self.path.parent)
+            for workspace in [*folder.glob("*.work"), *folder.glob("*/*.work")]:
+                if workspace != self.workspace and (workspace.parent == self.workspace.parent or _is_left(workspace)):
                     shutil.rmtree(workspace, ignore_errors=True)
             self.spool.limit = spool_limit(self.workspace, self.spool.limit)
-            if aborted := abort_uploads(self.path.parent / "shards"):
-                logger.warning("%d unfinished uploads of an earlier run to %s aborted", aborted, self.path.parent)
-            self._known = {path.name for path in record_paths(Store(self.path.parent))}
             self.check()
         except LostLockError as error:
             self._release()
-            raise WriterAliveError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
+            raise self._taken() from error
         except BaseException:
             self._release()
             raise
 
+    def _exclude(self) -> None:
+        super()._exclude()
+        store = Store(self.path.parent)
+        if aborted := abort_uploads(store.shards, lambda path: in_batches(path, self.batches)):  # type: ignore[arg-type]
+            logger.warning("%d unfinished uploads of an earlier run to %s aborted", aborted, store.root)
+        self._known = {path.name for path in record_paths(store) if in_batches(path, self.batches)}
+        self.check()
+
+    def _released(self) -> str:
+        return json.dumps({"released": True, "owner": self.owner})
+
     def _release(self) -> None:
         """The lock stays as an object that says so: a deletion might hit another writer's."""
         try:
-            text = json.dumps({"released": True, "owner": self.owner})
-            if not self._put(text, {"IfMatch": self._etag}):
+            if not self._put(self._released(), {"IfMatch": self._etag}):
                 logger.warning("%s was taken over by another writer meanwhile", self.path.parent)
         except OSError as error:
             logger.warning("the lock %s could not be given back: %s", self.path, error)
@@ -163,6 +205,14 @@ class BucketLock(WriterLock):
     def _renew(self, text: str) -> None:
         if not self._put(text, {"IfMatch": self._etag}):
             raise LostLockError(f"{self.path.parent} was taken over by another writer.")
+
+
+def _is_left(workspace: Path) -> bool:
+    """Whether its writer, on this host, is dead."""
+    try:
+        return is_dead(json.loads((workspace / OWNER).read_bytes())) is True
+    except (OSError, ValueError):
+        return False  # being made at this moment
 
 
 def _is_released(content: bytes) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tasks.errors import StoreError
 from tasks.files import checksum_of, human_bytes
 from tasks.storage import Location
-from tasks.store.layout import Store
+from tasks.store.layout import Store, in_batches
 from tasks.store.record import Record, in_order, parse_record, record_path, record_paths, with_contents
 
 THREADS = 8  # that read shards; the hash and the reads run outside the interpreter's lock
@@ -29,6 +29,8 @@ class Inspection:
     """Records of which only a part was written."""
     contents: str
     """SHA-256 over the names and the contents of all record files: another one when somebody wrote to the store."""
+    batches: range | None = None
+    """Only of these was anything looked at; None: of all."""
 
     def without_rows(self) -> "Inspection":
         """What is needed once the books are made: of a million rows the records take 44 MB."""
@@ -38,7 +40,7 @@ class Inspection:
     def useless_files(self, store: Store) -> list[Location]:
         """Shards that no record counts: damaged, or never committed."""
         kept = {record.file for record in self.records}
-        return [path for path in store.shards.glob("[0-9]*.safetensors") if path.name not in kept]
+        return [path for path in _shards(store, self.batches) if path.name not in kept]
 
     def problems(self, store: Store) -> list[str]:
         """A line for each record that does not count."""
@@ -51,17 +53,18 @@ class Inspection:
 NOTHING = Inspection([], [], [], hashlib.sha256().hexdigest())
 
 
-def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspection:
+def inspect_store(store: Store, fingerprint: str, deep: bool = False, batches: range | None = None) -> Inspection:
     """Compare records and shards; deep: their checksums too, which reads every byte, with progress on stderr.
 
-    Raises StoreError for a record of another extraction, or one that nobody but a person can judge.
+    batches: look at these only, where others write to the rest. Raises StoreError for a record of another extraction,
+    or one that nobody but a person can judge.
     """
     records: list[Record] = []
     damaged: list[Record] = []
     unfinished: list[Location] = []
     contents = hashlib.sha256()
-    sizes = shard_sizes(store)
-    for path, data in with_contents(record_paths(store)):
+    sizes = shard_sizes(store, batches)
+    for path, data in with_contents([path for path in record_paths(store) if in_batches(path, batches)]):
         contents.update(b"%s %d\n%s" % (path.name.encode(), len(data), data))
         record = parse_record(path, data)
         if record is None:
@@ -77,13 +80,17 @@ def inspect_store(store: Store, fingerprint: str, deep: bool = False) -> Inspect
     if deep and (spoiled := _with_other_checksum(store, records)):
         damaged += spoiled
         records = [record for record in records if record not in spoiled]
-    return Inspection(in_order(records), in_order(damaged), unfinished, contents.hexdigest())
+    return Inspection(in_order(records), in_order(damaged), unfinished, contents.hexdigest(), batches)
 
 
-def shard_sizes(store: Store) -> dict[str, int]:
+def _shards(store: Store, batches: range | None) -> list[Location]:
+    return [path for path in store.shards.glob("[0-9]*.safetensors") if in_batches(path, batches)]
+
+
+def shard_sizes(store: Store, batches: range | None = None) -> dict[str, int]:
     """Bytes of each shard's file, by name."""
     sizes = {}
-    for path in store.shards.glob("[0-9]*.safetensors"):
+    for path in _shards(store, batches):
         with suppress(FileNotFoundError):  # removed by another run since it was listed
             sizes[path.name] = path.stat().st_size
     return sizes
@@ -93,6 +100,7 @@ def remove_remains(store: Store, inspection: Inspection) -> None:
     """Remove what does not count; the lock must be held.
 
     Records whose shard is damaged, half-written records, shards without a record, files that never got their name.
+    Of the other batches nothing, where only some were inspected: others write to them.
     """
     for record in inspection.damaged:
         record_path(store, record.batch, record.part).unlink()
@@ -100,7 +108,7 @@ def remove_remains(store: Store, inspection: Inspection) -> None:
         path.unlink()
     for path in inspection.useless_files(store):
         path.unlink()
-    for folder in (store.root, store.shards):
+    for folder in (store.root, store.shards) if inspection.batches is None else ():
         for path in folder.glob(".*.tmp"):
             path.unlink()
 

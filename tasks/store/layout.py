@@ -1,6 +1,7 @@
 """Where each file of a store lies, and whose store it is."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ class Store:
     def lock(self) -> Location:
         return self.root / "lock.json"
 
+    def partition_lock(self, number: int) -> Location:
+        """The lock of one partition's writer, where several write to disjoint batches."""
+        return self.root / f"lock-{number:04d}.json"
+
     def shard(self, batch: int, part: int) -> Location:
         """A batch's shard. Parts after 0 hold rows of the batch that an earlier part does not."""
         return self.shards / f"{shard_stem(batch, part)}.safetensors"
@@ -66,6 +71,16 @@ class Store:
 def shard_stem(batch: int, part: int) -> str:
     """The name that a shard and its commit record share, without what follows it."""
     return f"{batch:06d}" if part == 0 else f"{batch:06d}.{part}"
+
+
+def batch_of(path: Location) -> int:
+    """The batch of a shard or commit record, by its name, which begins with digits."""
+    return int(re.split(r"\D", path.name, maxsplit=1)[0])
+
+
+def in_batches(path: Location, batches: range | None) -> bool:
+    """Whether a shard or commit record is of one of these batches; None: of any."""
+    return batches is None or batch_of(path) in batches
 
 
 def fingerprint_of(parts: dict[str, Any]) -> str:

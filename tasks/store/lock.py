@@ -7,6 +7,10 @@ Such a writer may only have been paused, and it may wake up between its last loo
 writer has a workspace, a folder beside the lock, and what it writes gets its final name by a rename out of it, the
 heartbeat too. Who takes over removes the workspaces of all others before anything else: from then on no rename of
 theirs can succeed, at whatever point they were paused.
+
+Several may write to one store, each to a partition of its batches with a lock of its own. The store's lock excludes the
+partitions' and each of them excludes the store's: who has made his own looks for the other kind's, so that of two that
+start together at least one sees the other. (Over NFS, too: making a file has a client ask the server for the folder.)
 """
 
 import contextlib
@@ -20,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,9 +57,9 @@ class WriterLock:
     durable: ClassVar[bool] = True
     """Whether a shard is on the disk before it is delivered."""
 
-    def __init__(self, path: Any):
-        """path: of the lock's file, a Path."""
-        self.path = path
+    def __init__(self, path: Any, excluded: Callable[[], list[Any]] = list):
+        """path: of the lock's file, a Path. excluded: the locks whose owners may not write beside this one's."""
+        self.path, self.excluded = path, excluded
         self.owner = uuid.uuid4().hex
         self.workspace: Path = self._workspace()
         """Where files of this writer lie until a rename gives them their final names; there while the lock is held."""
@@ -76,9 +81,16 @@ class WriterLock:
             while not self._create():
                 self._remove_dead_lock()
             self._shut_out_others()
+            self._thread.start()
+            try:
+                self._exclude()
+            except BaseException as error:
+                self.__exit__()
+                if isinstance(error, LostLockError):
+                    raise self._taken() from error
+                raise
         except OSError as error:
             raise OutputError(f"{self.path.parent} cannot be written: {error.strerror} (output.path).") from error
-        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -173,7 +185,8 @@ class WriterLock:
             return True
         raise WriterAliveError(
             f"{self.path.parent} is being written by {_name(owner)}, which is alive. Wait for it, or end it and "
-            "try again."
+            "try again.",
+            self.path.name,
         )
 
     def _wait_for_change(self, found: bytes) -> bytes | None:
@@ -193,10 +206,32 @@ class WriterLock:
             self.check()  # a heartbeat that was on its way may have put the old lock back
         except LostLockError as error:
             self._release()
-            raise WriterAliveError(f"{self.path.parent} was taken by another writer just now. Try again.") from error
+            raise self._taken() from error
         except BaseException:
             self._release()
             raise
+
+    def _taken(self) -> WriterAliveError:
+        text = f"{self.path.parent} was taken by another writer just now. Try again."
+        return WriterAliveError(text, self.path.name)
+
+    def _exclude(self) -> None:
+        """Shut out the owners of the excluded locks; raises WriterAliveError if one lives."""
+        if locks := [type(self)(path) for path in self.excluded()]:
+            with ThreadPoolExecutor(len(locks), thread_name_prefix="lock") as threads:  # each may take STALE seconds
+                for _ in threads.map(type(self).shut_out, locks):
+                    pass
+            self.check()
+
+    def shut_out(self) -> None:
+        """This lock is another's: take it out of the way, for good. Raises WriterAliveError if its owner lives."""
+        while True:
+            while read_lock(self.path) is not None:
+                self._remove_dead_lock()
+            for workspace in self.path.parent.glob(f"{self.path.name}.*.work"):
+                _remove(workspace)
+            if read_lock(self.path) is None:  # a heartbeat that was on its way may have put it back
+                return
 
     def _release(self) -> None:
         if _owner_of(self.path) == self.owner:

@@ -6,6 +6,7 @@ probe's, the verification's and the second extraction's too. It answers as a ser
 the plugin does: settings, READY file, dumps. Left out: everything that a real server does with a prompt.
 
     python -m tests.benchmarks.pretend_server CHECKPOINT STAGING    # prints its port, ends when its input closes
+    python -m tests.benchmarks.pretend_server CHECKPOINT STAGING 0.2    # the same, and each prompt takes 0.2 s
 """
 
 import asyncio
@@ -151,9 +152,12 @@ def entries(tokens: int, aux: int, last: int, dtype: str) -> dict[str, Any]:
 class Connection(asyncio.Protocol):
     """HTTP/1.1, as far as the extraction speaks it."""
 
-    def __init__(self, generate: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any]):
-        """generate: what is answered to POST /generate, given its body; settings: to everything else."""
-        self.generate, self.settings, self.received = generate, settings, b""
+    def __init__(
+        self, generate: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any], delay: float = 0.0
+    ):
+        """generate: what is answered to POST /generate, given its body, after `delay` seconds; settings: to everything
+        else."""
+        self.generate, self.settings, self.delay, self.received = generate, settings, delay, b""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -169,14 +173,24 @@ class Connection(asyncio.Protocol):
             self.answer(head, body)
 
     def answer(self, head: bytes, body: bytes) -> None:
-        value = self.generate(orjson.loads(body)) if head.startswith(b"post /generate") else self.settings
+        if not head.startswith(b"post /generate"):
+            self.send(self.settings)
+        elif self.delay:
+            asyncio.get_running_loop().call_later(self.delay, self.prefill, body)
+        else:
+            self.prefill(body)
+
+    def prefill(self, body: bytes) -> None:
+        self.send(self.generate(orjson.loads(body)))
+
+    def send(self, value: dict[str, Any]) -> None:
         text = orjson.dumps(value)
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text)
         )
 
 
-async def serve(checkpoint: Path, staging: Path) -> None:
+async def serve(checkpoint: Path, staging: Path, delay: float = 0.0) -> None:
     staging.mkdir(parents=True)
     ready = {
         "pid": os.getpid(),
@@ -189,13 +203,15 @@ async def serve(checkpoint: Path, staging: Path) -> None:
         "hidden_size": HIDDEN,
     }
     (staging / f"ready.{os.getpid()}.json").write_text(json.dumps(ready))
-    await listen(PretendModel(staging).generate, SETTINGS | {"model_path": str(checkpoint)})
+    await listen(PretendModel(staging).generate, SETTINGS | {"model_path": str(checkpoint)}, delay)
 
 
-async def listen(generate: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any]) -> None:
+async def listen(
+    generate: Callable[[dict[str, Any]], dict[str, Any]], settings: dict[str, Any], delay: float = 0.0
+) -> None:
     """Print the port, then answer until the input closes; as `Connection`."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(generate, settings), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(lambda: Connection(generate, settings, delay), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)  # whoever started this has ended
     server.close()
@@ -216,4 +232,4 @@ def serving(*arguments: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2]), *map(float, sys.argv[3:])))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.config import S3Config
-from tasks.errors import LostLockError, OutputError
+from tasks.errors import LostLockError, OutputError, WriterAliveError
 from tasks.processes import identity
 from tasks.storage import S3Path, as_location
 from tasks.storage import bucket as bucket_module
@@ -20,6 +20,7 @@ from tasks.store import lock as lock_module
 from tasks.store.bucket_lock import BucketLock, writer_lock
 from tasks.store.layout import Store
 from tasks.store.lock import WriterLock
+from tasks.store.partitions import Partition
 from tasks.store.record import Record, record_path, write_record
 from tests.integration.faulty_proxy import Fault, FaultyProxy, spoiling
 from tests.integration.seaweed import KEY, SECRET, Seaweed
@@ -207,3 +208,76 @@ def test_heartbeats_that_fail_for_a_while_do_not_cost_the_lock(store: Store, pro
             wait_for(lambda: proxy.faults[0].met == 9, 30)
         wait_for(lambda: content(store)["beat"] > beat + 1, 20)
         lock.check()
+
+
+PARTITIONS = [Partition(0, 0, 5), Partition(1, 5, 9)]
+
+
+def begun_uploads(store: Store, s3: Seaweed) -> list[str]:
+    assert isinstance(store.shards, S3Path)
+    found = s3.client().list_multipart_uploads(Bucket=store.shards.bucket.name, Prefix=f"{store.shards.key}/")
+    return sorted(upload["Key"].rpartition("/")[2] for upload in found.get("Uploads", []))
+
+
+def begin_upload(store: Store, s3: Seaweed, name: str) -> None:
+    assert isinstance(store.shards, S3Path)
+    s3.client().create_multipart_upload(Bucket=store.shards.bucket.name, Key=f"{store.shards.key}/{name}")
+
+
+def test_partitions_are_written_side_by_side_and_touch_nothing_of_each_other(store: Store, s3: Seaweed) -> None:
+    with writer_lock(store, PARTITIONS[0]) as first:
+        begin_upload(store, s3, "000004-ab.safetensors")
+        begin_upload(store, s3, "000005-ab.safetensors")
+        with writer_lock(store, PARTITIONS[1]) as second:
+            assert begun_uploads(store, s3) == ["000004-ab.safetensors"]  # of the other one, which lives
+            first.check()
+            second.check()
+            assert first.workspace.is_dir()
+            with pytest.raises(WriterAliveError, match="is being written by process"):
+                writer_lock(store).__enter__()
+            with pytest.raises(WriterAliveError):
+                writer_lock(store, PARTITIONS[1]).__enter__()
+    with writer_lock(store), pytest.raises(WriterAliveError):
+        writer_lock(store, PARTITIONS[0]).__enter__()
+    with writer_lock(store):
+        assert begun_uploads(store, s3) == []
+
+
+def test_the_whole_s_writer_shuts_out_a_partition_whose_node_was_lost(store: Store) -> None:
+    lost = writer_lock(store, PARTITIONS[0]).__enter__()
+    lost._stop.set()
+    lost._thread.join()
+    path = store.partition_lock(0)
+    assert isinstance(path, S3Path)
+    path.write_bytes(json.dumps(json.loads(path.read_bytes()) | {"host": "elsewhere"}).encode())
+    with writer_lock(store) as whole:
+        whole.check()
+        with pytest.raises(LostLockError):
+            lost.check()
+        with pytest.raises(LostLockError):
+            write_record(store, RECORD, lost)
+    lost.__exit__()
+    assert json.loads(path.read_bytes())["released"] is True
+
+
+def test_a_partition_s_late_record_of_a_lost_node_is_replaced(store: Store) -> None:
+    lost = writer_lock(store, PARTITIONS[0]).__enter__()
+    path = store.partition_lock(0)
+    assert isinstance(path, S3Path)
+    path.write_bytes(json.dumps(json.loads(path.read_bytes()) | {"pid": ended_process()}).encode())
+    with writer_lock(store, PARTITIONS[0]) as lock:
+        pretend_to_hold(lost)
+        lost.write(record_path(store, 0, 0), b"late")
+        write_record(store, RECORD, lock)
+        assert b"late" not in record_path(store, 0, 0).read_bytes()
+    lost.__exit__()
+
+
+def test_the_spool_of_a_dead_partition_is_removed_whichever_comes_next_on_that_host(store: Store) -> None:
+    with writer_lock(store, PARTITIONS[0]) as first:
+        left = first.workspace
+    left.mkdir()
+    (left / "owner.json").write_text(json.dumps(identity() | {"pid": ended_process()}))
+    (left / "000000-x.safetensors").write_bytes(b"x")
+    with writer_lock(store, PARTITIONS[1]):
+        assert not left.exists()

@@ -10,13 +10,15 @@ from typing import Any, get_args
 import pytest
 import torch
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from safetensors.torch import save_file
 
 from flows import dataset_options, run
 from flows.__main__ import main
 from flows.export import ExportConfig
-from flows.summary import Summary
+from flows.summary import FleetSummary, Summary
 from tasks.export.formats import FORMATS
+from tasks.fleet.settings import FleetConfig
 from tasks.store.layout import Store, create_store
 
 VOCAB = 100
@@ -230,6 +232,53 @@ def test_each_command_starts_the_flow_for_its_rows_and_says_what_failed(
     printed = capsys.readouterr().out
     assert f"failed     1 rows; the reasons are in {tmp_path / 'output/ledger.parquet'}" in printed
     assert f"to try them again: python -m flows retry-failed {config}" in printed
+
+
+def test_a_fleet_gets_its_nodes_and_says_what_it_came_to(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[FleetConfig] = []
+
+    def pretend_to_run(flow: Any, config: Any, port: int | None, fleet: FleetConfig) -> FleetSummary:
+        started.append(fleet)
+        kept = {
+            name: getattr(failed_summary(tmp_path, failed=0), name) for name in ("rows", "tokens", "bytes", "shards")
+        }
+        facts = {"digest": "d" * 64, "output": tmp_path / "output", "mlflow_run": None, **kept}
+        return FleetSummary(**facts, nodes=2, partitions=3, retries=1, extracted_tokens=150, seconds=2.0)
+
+    monkeypatch.setattr(run, "run_with_prefect", pretend_to_run)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    arguments = ["fleet", str(config), "--node", "node-a", "--node", "node-b", "--partitions", "3"]
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert main(arguments) == 0
+    assert ([node.queue for node in started[0].nodes], started[0].count) == (["node-a", "node-b"], 3)
+    printed = capsys.readouterr().out
+    assert "3 partitions on 2 nodes: 75 tokens/s, 1 runs were lost or failed and made up for" in printed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (["--node", "node-a"], "A fleet needs the Prefect API that its nodes' workers ask for work"),
+        ([], "nodes: List should have at least 1 item"),
+    ],
+)
+def test_a_fleet_without_nodes_or_a_prefect_server_is_refused(
+    values: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("DRILLCORE_HOME", str(tmp_path))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    with temporary_settings({PREFECT_API_URL: None}):
+        assert main(["fleet", str(config), *nodes]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_summary_says_where_the_server_s_time_went(tmp_path: Path) -> None:

@@ -81,6 +81,39 @@ def test_two_runs_become_one_line_of_figures(store: Store) -> None:
     assert [value for _, _, value in figures["system/x"]] == [1.5] * 4
 
 
+def test_the_nodes_of_a_fleet_become_one_line_of_figures(store: Store) -> None:
+    """Partition 0 is lost at 10 s and begun again at 20 s; partition 1 takes until 30 s; 5 rows were there before."""
+    folder = store.logs / attempts.ATTEMPTS
+    folder.mkdir()
+    runs = [(0, 2, 1000.0, range(1, 11)), (1, 0, 1000.5, range(1, 31)), (0, 12, 1020.0, range(1, 11))]
+    for name, (partition, there, began, seconds) in enumerate(runs):
+        origin = {"partition": {"fleet": "f", "number": partition, "there": 5}}
+        lines: list[dict[str, Any]] = [{"there": there, "origin": origin}]
+        for second in seconds:
+            counts = {"rows": second, "tokens": 10 * second, "bytes": 10**9 * second, "failed": 0, "retries": 1}
+            counts |= {"restarts": 0, "in_flight": 3 if second < seconds[-1] or name == 0 else 0}
+            lines.append({"at": began + second, "seconds": second, **counts, "machine": {"x": partition}})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures: dict[str, list[float]] = {}
+    for metric in course_of(read_attempts(store)):
+        figures.setdefault(metric.key, []).append(metric.value)
+    assert figures["progress/rows_done"] == [
+        5 + 4 + 3,
+        5 + 8 + 7,
+        5 + 10 + 11,
+        5 + 10 + 15,
+        5 + 10 + 19,
+        5 + 14 + 23,
+        5 + 50,
+    ]
+    rates = figures["progress/tokens_per_second"]
+    assert rates[1] == 20.0
+    assert rates[3] == 10.0  # one node only
+    assert rates[5] == 20.0
+    assert figures["progress/retries"][-1] == 3
+    assert figures["progress/requests_in_flight"][-1] == 3  # what the lost run had, as far as anybody knows
+
+
 @pytest.mark.parametrize("count", [0, 1, POINTS, POINTS + 1, 10 * POINTS + 7])
 def test_a_long_run_is_thinned_out_but_keeps_its_end(count: int) -> None:
     samples: list[dict[str, Any]] = [{"seconds": at} for at in range(count)]

@@ -222,8 +222,8 @@ def test_batches_have_no_more_rows_than_memory_wants(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plan_module, "MOST_ROWS", 3)
     none = np.zeros(8, dtype=bool)
     assert assign_batches(np.full(8, 2), none, 10, 1000).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-    monkeypatch.setattr(plan_module, "MOST_BATCHES", 2)
-    assert assign_batches(np.full(8, 2), none, 10, 1000).tolist() == [0] * 4 + [1] * 4  # no more than are needed
+    two = assign_batches(np.full(8, 2), none, 10, 1000, most_batches=2)
+    assert two.tolist() == [0] * 4 + [1] * 4  # no more than are needed
 
 
 def test_a_row_larger_than_a_shard_is_alone(tmp_path: Path) -> None:
