@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tasks.errors import RemoteError, StoreError
+from tasks.export.run import export_shard, finish_export, open_export
 from tasks.storage import S3Path
 from tasks.storage import bucket as bucket_module
 from tasks.store.reader import HiddenStates
@@ -183,3 +184,15 @@ def test_who_may_not_read_is_told_so(s3: Seaweed, uri: str, monkeypatch: pytest.
     with pytest.raises(RemoteError, match="the secret key is wrong") as caught:
         HiddenStates.open(uri)
     assert not re.search(READER_SECRET, str(caught.value))
+
+
+def test_an_export_of_a_bucket_is_that_of_a_directory(small: SmallStore, uri: str, tmp_path: Path) -> None:
+    for name, store in (("remote", uri), ("local", small.store.root)):
+        job = open_export(store, "pt", tmp_path / name)
+        for shard in range(len(job.shards)):
+            export_shard(job, shard)
+        assert finish_export(job)["exported_rows"] == len(ROWS)
+    files = [path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*.pt")]
+    assert len(files) == len(ROWS)
+    for file in files:
+        assert (tmp_path / "remote" / file).read_bytes() == (tmp_path / "local" / file).read_bytes()
