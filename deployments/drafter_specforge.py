@@ -40,6 +40,8 @@ SHAPE = (
 
 def replace_the_loss() -> None:
     """Import SpecForge's loss without Triton, and let its reference be used."""
+    import torch._dynamo  # which must not see the stubs
+
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.__dict__.update(jit=lambda function: function, language=language)
     language.__dict__["constexpr"] = object
