@@ -33,6 +33,7 @@ from tasks.files import write_atomic, write_json
 from tasks.lineage.drafter import drafter_run
 from tasks.model import capture_layers, read_model
 from tasks.patching import check_signatures, find_installation
+from tasks.server import guardian
 from tasks.server.launch import ManagedServer
 
 CONFIG = Path("deployments/configs/drafter.yaml")
@@ -152,9 +153,15 @@ def prepare(source: Path, target: Path) -> None:
 
 def run(*arguments: object) -> None:
     """One of our commands, a process of its own; ends this one if it fails."""
-    done = subprocess.run([sys.executable, "-m", "flows", *map(str, arguments)])
-    if done.returncode:
-        sys.exit(done.returncode)
+    if code := _guarded([sys.executable, "-m", "flows", *arguments]):
+        sys.exit(code)
+
+
+def _guarded(command: list[Any], **settings: Any) -> int:
+    """A command's exit code; it ends with this process, whatever ends this."""
+    words = [sys.executable, guardian.__file__, *map(str, command)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, **settings) as process:
+        return process.wait()
 
 
 def train(variant: str, epochs: int) -> dict[str, Any]:
@@ -181,10 +188,8 @@ def _by_trainer(program: Path, folder: Path, epochs: int, options: list[Any]) ->
         log = folder / "training.log"
         command += ["--result", result]
         with log.open("wb") as file:
-            done = subprocess.run(
-                list(map(str, command)), stdout=file, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD
-            )
-        if done.returncode:
+            code = _guarded(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD)
+        if code:
             sys.exit(f"The training in {folder} failed: see {log}")
     found: dict[str, Any] = json.loads(result.read_text())
     return found

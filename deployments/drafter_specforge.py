@@ -8,6 +8,7 @@ loss; where there is none, its own PyTorch reference of that loss, in the same f
 import argparse
 import ast
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -40,7 +41,7 @@ SHAPE = (
 
 def replace_the_loss() -> None:
     """Import SpecForge's loss without Triton, and let its reference be used."""
-    import torch._dynamo  # which must not see the stubs
+    importlib.import_module("torch._dynamo")  # which must not see the stubs
 
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.__dict__.update(jit=lambda function: function, language=language)
