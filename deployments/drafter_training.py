@@ -7,18 +7,17 @@ is the target's own greedy one, lm_head(norm(state)), over the whole vocabulary,
 
 import argparse
 import json
+import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 AUX = 3  # states before the final one, in each file
-RESAMPLES = 2000
 LEARNING_RATE = "1e-3"
 
 
@@ -57,6 +56,7 @@ def train(options: argparse.Namespace, states: Path) -> None:
         torch.accelerator.synchronize = lambda *_, **__: None  # the step timer's
     from speculators.__main__ import app
 
+    shutil.rmtree(options.out / "checkpoints", ignore_errors=True)  # of a training that was cut short
     layers = json.loads((options.home / "hidden-states/extraction.json").read_text())["parts"]["layers"]
     sys.argv = [
         *("speculators", "train", "--verifier-name-or-path", str(options.model)),
@@ -77,7 +77,7 @@ def train(options: argparse.Namespace, states: Path) -> None:
 
 
 def measure(options: argparse.Namespace, change: Callable[[torch.Tensor], torch.Tensor], target: Any) -> dict[str, Any]:
-    """How often the first guess is the target's greedy token, on the held-out rows; and the bigram table's."""
+    """How often the first guess is the target's greedy token, on each held-out row; and the bigram table's."""
     from datasets import load_from_disk
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, change: Callable[[torch.Tensor], torch.
     drafter = Eagle3DraftModel.from_pretrained(checkpoint, config=config).float().eval()
     rows = load_from_disk(options.home / "held-out")
     follows = bigrams(load_from_disk(options.home / "train"))
-    hits: list[tuple[int, int, int]] = []  # positions, the drafter's, the table's; by row
+    hits: list[tuple[int, int, int]] = []
     with torch.inference_mode():
         for number in range(len(rows)):
             tensors = load_file(options.home / f"held-out/hidden_states/hs_{number}.safetensors")
@@ -106,18 +106,17 @@ def measure(options: argparse.Namespace, change: Callable[[torch.Tensor], torch.
             guess = guess + drafter.d2t[guess]
             # From the states up to p and token p + 1, the drafter guesses token p + 2: the target's greedy[p + 1].
             counts = rows[number]["loss_mask"][1:].bool()
+            counts[-1] = False  # what follows the end is nobody's answer
             table = torch.tensor([follows.get(int(token), -1) for token in ids[1:]])
             right = greedy[1:]
             drafted, tabled = (int(((found == right) & counts).sum()) for found in (guess, table))
             hits.append((int(counts.sum()), drafted, tabled))
-    array = np.array(hits)
     return {
         "variant": options.variant,
         "epochs": options.epochs,
-        "rows": len(array),
-        "positions": int(array[:, 0].sum()),
-        "drafter": interval(array[:, 1], array[:, 0]),
-        "bigram": interval(array[:, 2], array[:, 0]),
+        "checkpoint": str(checkpoint),
+        "columns": ["positions", "drafter", "bigram"],
+        "rows": hits,
     }
 
 
@@ -130,15 +129,6 @@ def bigrams(rows: Any) -> dict[int, int]:
             if counted:
                 counts[before][token] += 1
     return {before: following.most_common(1)[0][0] for before, following in counts.items()}
-
-
-def interval(hits: np.ndarray, positions: np.ndarray) -> dict[str, float]:
-    """The share with its 95% interval: rows are drawn again, as positions of one row are not independent."""
-    random = np.random.default_rng(0)
-    drawn = random.integers(0, len(hits), (RESAMPLES, len(hits)))
-    shares = hits[drawn].sum(axis=1) / positions[drawn].sum(axis=1)
-    low, high = np.percentile(shares, [2.5, 97.5])
-    return {"share": float(hits.sum() / positions.sum()), "low": float(low), "high": float(high)}
 
 
 def main() -> None:

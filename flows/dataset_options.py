@@ -65,7 +65,10 @@ def prepare_config(options: argparse.Namespace) -> PrepareConfig:
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """The command `export`."""
-    parser.add_argument("store", type=Path, metavar="STORE", help="the store's directory; it must be verified")
+    parser.add_argument("store", metavar="STORE", help="a verified store: its directory, or s3://BUCKET/PREFIX")
+    parser.add_argument(
+        "--endpoint-url", metavar="URL", help="of the bucket's store (default: AWS_ENDPOINT_URL_S3, or AWS)"
+    )
     parser.add_argument("--to", required=True, choices=EXPORTS, help="whose files to write")
     parser.add_argument(
         "--out", type=Path, required=True, dest="output", metavar="DIR", help="folder; the same command resumes"

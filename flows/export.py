@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flows.summary import as_lines
-from tasks.config import AbsolutePath, Section
+from tasks.config import AbsolutePath, EndpointUrl, OutputPlace, Section
 from tasks.export.run import ExportJob, export_shard, finish_export, open_export
 from tasks.files import human_bytes
 from tasks.store.lock import WriterLock
@@ -29,7 +29,13 @@ UNCACHED: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 class ExportConfig(Section):
     """What to export, and as what."""
 
-    store: AbsolutePath = Field(description="The verified store.", examples=["/data/hidden-states/kimi-k2.5"])
+    store: OutputPlace = Field(
+        description="The verified store: a directory, or s3://BUCKET/PREFIX.",
+        examples=["/data/hidden-states/kimi-k2.5"],
+    )
+    endpoint_url: EndpointUrl = Field(
+        default=None, description="URL of a bucket's store that is not AWS. Default: AWS_ENDPOINT_URL_S3, or AWS."
+    )
     to: Literal["specforge", "speculators", "modelopt", "torchspec", "pt"] = Field(description="Whose files to write.")
     output: AbsolutePath = Field(
         description="Folder of the export. The same command resumes one that was ended.",

@@ -17,7 +17,7 @@ from tasks.errors import ConfigError, OutputError, SpaceError
 from tasks.export.formats import DRAFT_VOCABULARY, FORMATS, ExportedRow, Format, Tables, write_whole
 from tasks.export.norm import FinalNorm
 from tasks.files import free_bytes, human_bytes, sha256_of, write_json
-from tasks.store.layout import Store, read_extraction
+from tasks.store.layout import read_extraction
 from tasks.store.reader import HiddenStates
 
 MARK = "export.json"
@@ -46,20 +46,23 @@ class ExportJob:
 
 
 def open_export(
-    store: Path,
+    store: str | Path,
     to: str,
     output: Path,
     rows: str | None = None,
     draft_vocab_size: int | None = None,
     model: Path | None = None,
+    endpoint_url: str | None = None,
 ) -> ExportJob:
-    """Check everything, begin or resume. rows: 'START:STOP', places among the store's rows.
+    """Check everything, begin or resume. rows: 'START:STOP', places among the store's rows. endpoint_url: as for
+    HiddenStates.open.
 
     Raises StoreError for a store that is not verified, ConfigError for a norm that does not fit the format, OutputError
     for a folder that holds something else, SpaceError if there is no room.
     """
-    states = HiddenStates.open(store)
-    extraction = read_extraction(Store(store))
+    states = HiddenStates.open(store, endpoint_url=endpoint_url)
+    root = states.store.root
+    extraction = read_extraction(states.store)
     assert extraction is not None
     chosen = FORMATS[to]
     if chosen.norm == "pre" and states.final_norm == "post":
@@ -78,8 +81,8 @@ def open_export(
     final_norm = chosen.norm or states.final_norm
     mark = {
         "format": to,
-        "store": str(store.absolute()),
-        "store_manifest_sha256": sha256_of(Store(store).manifest),
+        "store": str(root.absolute() if isinstance(root, Path) else root),
+        "store_manifest_sha256": sha256_of(states.store.manifest),
         "layers": list(states.layers),
         "final_norm": final_norm,
         "rows": [int(places[0]), int(places[-1]) + 1],
@@ -88,7 +91,7 @@ def open_export(
     in_places = np.full(len(states), -1)
     in_places[places] = np.arange(len(places))
     shards = [kept for shard in states.shards if len(kept := np.sort(in_places[shard][in_places[shard] >= 0]))]
-    ids = load_plan(Store(store).plan).id.to_pylist()
+    ids = load_plan(states.store.plan).id.to_pylist()
     tables = Tables(states, places, ids, draft_vocab_size, final_norm == "pre")
     job = ExportJob(states, chosen, output, places, shards, ids, norm, final_norm == "pre", mark, tables)
     _begin(job)

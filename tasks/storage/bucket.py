@@ -6,8 +6,10 @@ minute. Expired credentials are looked up anew at each try, so that somebody may
 """
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,17 +68,34 @@ class PreconditionError(Exception):
 
 
 class Bucket:
-    """A bucket's name and how to reach it; opening one connects to nothing. For any number of threads."""
+    """A bucket's name and how to reach it; opening one connects to nothing. For any number of threads and processes.
+
+    A process that was forked, or was sent one, connects anew: what the others have open is theirs.
+    """
 
     def __init__(self, name: str, config: "S3Config", credentials: CredentialsSource | None = None):
         self.name, self.config, self.credentials = name, config, credentials
         self.patience = PATIENCE
         self.retries = 0
         """Calls that were tried again, beyond botocore's own tries."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """With no connection and no thread."""
         self._lock = threading.Lock()
         self._client: Any = None
         self._next_warning = 0.0
         self._contents: dict[tuple[str, str], bytes] = {}
+        for threads in ("pool", "uploads"):
+            self.__dict__.pop(threads, None)
+        _BUCKETS.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("name", "config", "credentials", "patience", "retries")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def __repr__(self) -> str:
         return f"Bucket({self.name!r})"
@@ -162,6 +181,17 @@ class Bucket:
         logger.warning("%s: trying again to %s", _reason(error), what)
 
 
+_BUCKETS: "weakref.WeakSet[Bucket]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for bucket in list(_BUCKETS):
+        bucket._begin()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _connect(config: "S3Config", credentials: CredentialsSource | None) -> Any:
     import boto3  # takes a second, and a local store needs none
     from botocore.config import Config
@@ -198,9 +228,16 @@ def _connect(config: "S3Config", credentials: CredentialsSource | None) -> Any:
 
 
 def _body(client: Any, bucket: str, key: str, **arguments: Any) -> tuple[bytes, str]:
-    answer = client.get_object(Bucket=bucket, Key=key, **arguments)
+    answer = whole(client.get_object(Bucket=bucket, Key=key, **arguments))
     with answer["Body"] as body:
         return body.read(), answer["ETag"]
+
+
+def whole(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer about an object, unless the connection was lost among its headers: that is no error to urllib3."""
+    if "ETag" not in answer or "ContentLength" not in answer:
+        raise ConnectionError("the connection was closed before the answer's headers were all there")
+    return answer
 
 
 def code_of(error: BaseException | None) -> str:

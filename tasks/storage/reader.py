@@ -4,7 +4,7 @@ import io
 from contextlib import suppress
 from typing import Any
 
-from tasks.storage.bucket import Bucket
+from tasks.storage.bucket import Bucket, whole
 
 
 class ObjectReader(io.RawIOBase):
@@ -16,7 +16,7 @@ class ObjectReader(io.RawIOBase):
     def __init__(self, bucket: Bucket, key: str):
         self.bucket, self.key = bucket, key
         self.what = f"read s3://{bucket.name}/{key}"
-        facts = bucket.call(self.what, lambda client: client.head_object(Bucket=bucket.name, Key=key))
+        facts = bucket.call(self.what, lambda client: whole(client.head_object(Bucket=bucket.name, Key=key)))
         self.size, self.etag = int(facts["ContentLength"]), facts["ETag"]
         self.at = 0
         self._stream: Any = None
@@ -53,7 +53,8 @@ class ObjectReader(io.RawIOBase):
         try:
             if self._stream is None:
                 limits = {"Range": f"bytes={self.at}-"} if self.at else {}
-                answer = client.get_object(Bucket=self.bucket.name, Key=self.key, IfMatch=self.etag, **limits)
+                asked = {"Bucket": self.bucket.name, "Key": self.key, "IfMatch": self.etag}
+                answer = whole(client.get_object(**asked, **limits))
                 self._stream = answer["Body"]
             count = int(self._stream.readinto(view))
             if not count:

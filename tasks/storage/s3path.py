@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import total_ordering
 from typing import Any
 
-from tasks.storage.bucket import Bucket
+from tasks.storage.bucket import Bucket, whole
 from tasks.storage.checksums import header_of
 from tasks.storage.reader import ObjectReader
 
@@ -86,7 +86,7 @@ class S3Path:
     def head(self) -> ObjectFacts:
         """Size, time and ETag as they are now."""
         found = self.bucket.call(
-            f"look at {self}", lambda client: client.head_object(Bucket=self.bucket.name, Key=self.key)
+            f"look at {self}", lambda client: whole(client.head_object(Bucket=self.bucket.name, Key=self.key))
         )
         return ObjectFacts(found["ContentLength"], found["LastModified"].timestamp(), found["ETag"])
 

@@ -1,14 +1,14 @@
 """Which row lies in which shard, as arrays: made from the commit records once, read in milliseconds afterwards.
 
-100,000 rows are 20 MB of commit records. What is worked out of them is kept beside them, with their names, sizes and
-times: where those differ, the records are read again. A trainer reads it: only NumPy and safetensors are imported.
+100,000 rows are 20 MB of commit records. What is worked out of them is kept beside them (those of a bucket: in this
+machine's state folder), with their names, sizes and times or ETags: where those differ, the records are read again. A
+trainer reads it: only NumPy and safetensors are imported.
 """
 
 import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from safetensors.numpy import save
 
 from tasks.errors import StoreError
 from tasks.files import sha256_of_json, write_atomic
+from tasks.storage import Location, S3Path
 from tasks.store.layout import Store
-from tasks.store.record import Record, RowRecords, in_order, read_whole_record, record_paths
+from tasks.store.record import Record, RowRecords, in_order, parse_record, record_paths, with_contents
 
 FORMAT = "drillcore.index/1"
 
@@ -44,20 +45,30 @@ class Index:
 
 
 def load_index(store: Store) -> Index:
-    """The index of a local store with sound records, kept or made anew. Raises StoreError if a record is damaged."""
-    paths = _local_records(store)
-    kept = _read(store, _state_of(paths))
-    return kept or keep_index(store, [_whole(path) for path in paths], _digest_of(paths))
+    """The index of a store with sound records, kept or made anew. Raises StoreError if a record is damaged."""
+    paths = record_paths(store)
+    if kept := _read(store, _state_of(paths)):
+        return kept
+    records, digests = [], {}
+    for path, data in with_contents(paths):
+        records.append(_whole(path, data))
+        digests[path.name] = hashlib.sha256(data).hexdigest()
+    return _keep(store, paths, records, sha256_of_json(digests))  # as `records_digest`, which the manifest has
 
 
 def keep_index(store: Store, records: list[Record], digest: str) -> Index:
-    """Make the index of these records, all of a local store's, and keep it beside them; digest: of the records."""
+    """Make the index of these records, all that the store has, and keep it; digest: of the records."""
+    return _keep(store, record_paths(store), records, digest)
+
+
+def _keep(store: Store, paths: list[Location], records: list[Record], digest: str) -> Index:
     index = make_index(records, digest)
     data = {"rows": index.rows, "tokens": index.tokens, "shard": index.shard}
     about = {"files": index.files, "bytes": index.bytes, "fingerprints": index.fingerprints, "digest": index.digest}
-    metadata = {"format": FORMAT, "state": _state_of(_local_records(store)), "about": json.dumps(about)}
+    metadata = {"format": FORMAT, "state": _state_of(paths), "about": json.dumps(about)}
     # A reader may have no right to write; then the records are read again next time.
     with contextlib.suppress(OSError):
+        store.index.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(store.index, save(data, metadata))
     return index
 
@@ -85,25 +96,22 @@ def make_index(records: list[Record], digest: str = "") -> Index:
     return Index(rows, tokens, shard, files, sizes, sorted({record.fingerprint for record in records}), digest)
 
 
-def _whole(path: Path) -> Record:
-    record = read_whole_record(path)
+def _whole(path: Location, data: bytes) -> Record:
+    record = parse_record(path, data)
     if record is None:
         raise StoreError(f"The commit record {path} is damaged: it is half written.")
     return record
 
 
-def _state_of(paths: list[Path]) -> str:
-    facts = [(path.name, path.stat()) for path in paths]
-    return sha256_of_json([(name, status.st_size, status.st_mtime_ns) for name, status in facts])
+def _state_of(paths: list[Location]) -> str:
+    def version(path: Location) -> tuple[int, int | str]:
+        if isinstance(path, S3Path):
+            facts = path.stat()
+            return facts.st_size, facts.etag
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns
 
-
-def _digest_of(paths: list[Path]) -> str:
-    """As `records_digest`, which the manifest has."""
-    return sha256_of_json({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths})
-
-
-def _local_records(store: Store) -> list[Path]:
-    return [path for path in record_paths(store) if isinstance(path, Path)]
+    return sha256_of_json([(path.name, *version(path)) for path in paths])
 
 
 def _read(store: Store, state: str) -> Index | None:

@@ -41,9 +41,10 @@ class Store:
         return self.root / "manifest.json"
 
     @property
-    def index(self) -> Location:
-        """Which row lies where, for readers; made from the commit records, and anew where they changed."""
-        return self.root / "index.safetensors"
+    def index(self) -> Path:
+        """Which row lies where, for readers; made from the commit records, and anew where they change. Local."""
+        folder = self.root if isinstance(self.root, Path) else side_folder(self.root)
+        return folder / "index.safetensors"
 
     @property
     def logs(self) -> Location:

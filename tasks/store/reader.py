@@ -6,29 +6,34 @@
     sample = states[0]                      # rows in order; states.row(123) is row 123 of the dataset
     sample.layer(29), sample.last_hidden_state, sample.loss_mask
 
-Beside this package it needs torch, numpy and safetensors, and nothing else.
+Beside this package it needs torch, numpy and safetensors, and nothing else; for a store in a bucket, whose rows are
+read one by one where they are asked for, also boto3, tenacity and pydantic.
 """
 
 import json
 import mmap
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from tasks.errors import StoreError
-from tasks.storage import is_remote
+from tasks.storage import S3Path, as_location, read_all
 from tasks.store.index import Index, load_index, make_index
 from tasks.store.layout import Store, read_extraction
 from tasks.store.record import Record, read_whole_record, record_paths
 from tasks.store.shard import AUX, IDS, LAST, MASK, tensor_name
-from tasks.store.tensors import TORCH
+from tasks.store.tensors import TORCH, RemoteData
+
+if TYPE_CHECKING:  # a trainer that reads a local store has no pydantic
+    from tasks.config import S3Config
 
 MOST_OPEN = 256  # shards at a time, of each process
+TOKENS: tuple[tuple[str, torch.dtype, list[int]], ...] = ((IDS, torch.int32, []), (MASK, torch.uint8, []))
 
 
 class Sample(NamedTuple):
@@ -76,15 +81,16 @@ class HiddenStates(Dataset[Sample]):
         self._shards = _Shards(store)
 
     @classmethod
-    def open(cls, path: str | Path, incomplete: bool = False) -> "HiddenStates":
-        """Open a verified store. incomplete: one that is not, too; what of it cannot be read is in `left_out`.
+    def open(
+        cls, path: str | Path | S3Path, incomplete: bool = False, endpoint_url: str | None = None
+    ) -> "HiddenStates":
+        """Open a verified store: a directory, or `s3://BUCKET/PREFIX`. incomplete: one that is not, too; what of it
+        cannot be read is in `left_out`. endpoint_url: of a bucket that is not AWS's; default: AWS_ENDPOINT_URL_S3.
 
         Raises StoreError if there is no store, it is not verified, changed since, or a shard is not as it was written
-        (by its size; `python -m flows verify` reads every byte).
+        (by its size; `python -m flows verify` reads every byte), RemoteError if the bucket cannot be read.
         """
-        if is_remote(str(path)):
-            raise StoreError(f"{path} lies in a bucket. Copy all of it to a disk and open that: it is a store, too.")
-        store = Store(Path(path))
+        store = Store(as_location(path, _s3_config(endpoint_url)))
         extraction = read_extraction(store)
         if extraction is None:
             raise StoreError(f"{store.root} holds no hidden states: there is no {store.extraction.name}.")
@@ -98,8 +104,9 @@ class HiddenStates(Dataset[Sample]):
             raise StoreError(f"{store.root} changed since it was verified: verify it again, or open it as incomplete.")
         if index.fingerprints != [fingerprint]:
             raise StoreError(f"{store.root} has shards of another extraction.")
+        sizes = _sizes(store)
         for file, size in zip(index.files, index.bytes, strict=True):
-            if problem := _problem(store, file, size):
+            if problem := _problem(sizes, file, size):
                 raise StoreError(f"{store.root} is damaged: {problem}. `python -m flows verify --repair` mends it.")
         return cls(store, parts, index, [])
 
@@ -110,18 +117,20 @@ class HiddenStates(Dataset[Sample]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"{index}: there are {len(self)} rows")
         place = int(index) % len(self)
-        width, row = self.hidden_size, int(self._index.rows[place])
-        aux = self._tensor(place, AUX, self.dtype, len(self.layers) * width)
-        return Sample(row, *self.tokens_of(place), aux, self._tensor(place, LAST, self.dtype, width), self.layers)
+        width = self.hidden_size
+        states = (AUX, self.dtype, [len(self.layers) * width]), (LAST, self.dtype, [width])
+        ids, mask, aux, last = self._tensors(place, *TOKENS, *states)
+        return Sample(int(self._index.rows[place]), ids, mask, aux, last, self.layers)
 
     def tokens_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`input_ids` and `loss_mask` alone, without touching the states."""
-        return self._tensor(index, IDS, torch.int32), self._tensor(index, MASK, torch.uint8)
+        ids, mask = self._tensors(index, *TOKENS)
+        return ids, mask
 
-    def _tensor(self, place: int, name: str, dtype: torch.dtype, *width: int) -> torch.Tensor:
+    def _tensors(self, place: int, *wanted: tuple[str, torch.dtype, list[int]]) -> list[torch.Tensor]:
         file = self._index.files[self._index.shard[place]]
         row, tokens = int(self._index.rows[place]), int(self._index.tokens[place])
-        return self._shards.tensor(file, row, name, dtype, [tokens, *width])
+        return self._shards.tensors(file, row, [(name, dtype, [tokens, *width]) for name, dtype, width in wanted])
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[place] for place in range(len(self)))
@@ -152,11 +161,11 @@ class HiddenStates(Dataset[Sample]):
 
 
 class _Shards:
-    """Open shards. The mapped files stay behind when this goes to another process."""
+    """Open shards. Mapped files and what was read of objects stay behind when this goes to another process."""
 
     def __init__(self, store: Store):
         self._store = store
-        self._open: OrderedDict[str, tuple[memoryview, dict[str, Any]]] = OrderedDict()
+        self._open: OrderedDict[str, tuple[memoryview | RemoteData, dict[str, Any]]] = OrderedDict()
 
     def __getstate__(self) -> Store:
         return self._store
@@ -164,34 +173,62 @@ class _Shards:
     def __setstate__(self, store: Store) -> None:
         self.__init__(store)  # type: ignore[misc]
 
-    def tensor(self, file: str, row: int, name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-        """Raises StoreError if the shard has not just that tensor."""
+    def tensors(self, file: str, row: int, wanted: list[tuple[str, torch.dtype, list[int]]]) -> list[torch.Tensor]:
+        """A row's tensors, each of a dtype and shape. Raises StoreError if the shard does not have just these."""
         data, header = self._open.get(file) or self._add(file)
+        spans = [
+            self._span(file, header, tensor_name(row, name), dtype, shape, len(data)) for name, dtype, shape in wanted
+        ]
+        if isinstance(data, RemoteData):
+            try:
+                parts = data.read(spans)
+            except OSError as error:
+                raise StoreError(f"Row {row} of the shard {data.path} cannot be read: {error}.") from error
+        else:
+            parts = [data[start:end] for start, end in spans]
+        return [
+            torch.frombuffer(part, dtype=dtype).view(shape)
+            for part, (_, dtype, shape) in zip(parts, wanted, strict=True)
+        ]
+
+    def _span(
+        self, file: str, header: dict[str, Any], name: str, dtype: torch.dtype, shape: list[int], size: int
+    ) -> tuple[int, int]:
         try:
-            entry = header[tensor_name(row, name)]
+            entry = header[name]
             start, end = entry["data_offsets"]
             found = TORCH[entry["dtype"]], entry["shape"]
         except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{self._store.shards / file} has no sound {tensor_name(row, name)}.") from error
-        if found != (dtype, shape) or end - start != dtype.itemsize * int(np.prod(shape)) or end > len(data):
-            raise StoreError(
-                f"{self._store.shards / file}: {tensor_name(row, name)} is {found}, {(dtype, shape)} is expected."
-            )
-        return torch.frombuffer(data[start:end], dtype=dtype).view(shape)
+            raise StoreError(f"{self._store.shards / file} has no sound {name}.") from error
+        if found != (dtype, shape) or end - start != dtype.itemsize * int(np.prod(shape)) or end > size:
+            raise StoreError(f"{self._store.shards / file}: {name} is {found}, {(dtype, shape)} is expected.")
+        return start, end
 
-    def _add(self, file: str) -> tuple[memoryview, dict[str, Any]]:
+    def _add(self, file: str) -> tuple[memoryview | RemoteData, dict[str, Any]]:
         path = self._store.shards / file
+        opened: tuple[memoryview | RemoteData, dict[str, Any]]
         try:
-            assert isinstance(path, Path)  # `open` refuses a bucket
-            data = map_file(path)
-            begin = 8 + int.from_bytes(data[:8], "little")
-            opened = data[begin:], json.loads(bytes(data[8:begin]))
-        except (OSError, ValueError) as error:
+            if isinstance(path, S3Path):
+                remote = RemoteData(path)
+                opened = remote, remote.header
+            else:
+                data = map_file(path)
+                begin = 8 + int.from_bytes(data[:8], "little")
+                opened = data[begin:], json.loads(bytes(data[8:begin]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"The shard {path} cannot be read: {error}.") from error
         self._open[file] = opened
         while len(self._open) > MOST_OPEN:
             self._open.popitem(last=False)  # a file stays mapped for as long as a tensor of it lives
         return opened
+
+
+def _s3_config(endpoint_url: str | None) -> "S3Config | None":
+    if endpoint_url is None:
+        return None
+    from tasks.config import S3Config
+
+    return S3Config(endpoint_url=endpoint_url)
 
 
 def map_file(path: Path) -> memoryview:
@@ -217,7 +254,10 @@ def _what_is_there(store: Store, fingerprint: str) -> tuple[Index, list[str]]:
     """The rows whose record and shard are sound, by the shard's size, and what is not."""
     records: list[Record] = []
     left_out: list[str] = []
-    for path in record_paths(store):
+    paths, sizes = record_paths(store), _sizes(store)
+    if isinstance(store.root, S3Path):
+        deque(read_all(paths), maxlen=0)  # many at a time; what a listing named is kept once it was read
+    for path in paths:
         try:
             record = read_whole_record(path)
         except StoreError as error:
@@ -228,7 +268,7 @@ def _what_is_there(store: Store, fingerprint: str) -> tuple[Index, list[str]]:
         elif record.fingerprint != fingerprint:
             problem = f"{path.name} belongs to another extraction"
         else:
-            problem = _problem(store, record.file, record.bytes) if record.file else None
+            problem = _problem(sizes, record.file, record.bytes) if record.file else None
         if problem:
             left_out.append(problem)
         elif record:
@@ -236,9 +276,12 @@ def _what_is_there(store: Store, fingerprint: str) -> tuple[Index, list[str]]:
     return make_index(records), left_out
 
 
-def _problem(store: Store, file: str, size: int) -> str | None:
-    try:
-        found = (store.shards / file).stat().st_size
-    except OSError:
+def _sizes(store: Store) -> dict[str, int]:
+    """Bytes of each file among the shards, by its name."""
+    return {path.name: path.stat().st_size for path in store.shards.glob("[0-9]*.safetensors")}
+
+
+def _problem(sizes: dict[str, int], file: str, size: int) -> str | None:
+    if file not in sizes:
         return f"{file} is gone"
-    return None if found == size else f"{file} has {found} bytes, not {size}"
+    return None if sizes[file] == size else f"{file} has {sizes[file]} bytes, not {size}"

@@ -1,4 +1,5 @@
-"""The whole command into a bucket: killed in the middle of a part, resumed with keys from a Prefect block, verified.
+"""The whole command into a bucket: killed in the middle of a part, resumed over a network that fails, with keys from a
+Prefect block, verified.
 
 Real: the flow as a process, Prefect, MLflow, the S3 server. Stood in for: SGLang (tests/benchmarks/pretend_server.py).
 """
@@ -31,12 +32,13 @@ from tasks.store.record import read_records
 from tests.benchmarks.pretend_server import LAYERS, VOCABULARY, serving, write_checkpoint
 from tests.conftest import ROOT
 from tests.faults.drill import Service, prefect_service, wait_until
-from tests.integration.faulty_proxy import FaultyProxy
+from tests.integration.faulty_proxy import Fault, FaultyProxy, spoiling
 from tests.integration.seaweed import KEY, SECRET, Seaweed
 from tests.unit.helpers import write_jsonl
 
 ROWS, TOKENS = 300, 480
 SHARD = 10 << 20  # two shards, each sent in three parts
+PART = "partNumber="
 BLOCK = "the-bucket"
 
 
@@ -152,7 +154,17 @@ def test_a_run_that_is_killed_in_mid_part_is_resumed_and_holds_what_a_local_one_
     make_block(f"{scene.prefect.url}/api")
     proxy.rate, began = None, len(proxy.requests)
     config = scene.write_config("bucket", uri, **settings, credentials_block=BLOCK)
-    printed = scene.succeed("extract", config)
+    faults = [
+        Fault("answer", "PUT", PART, count=3),
+        Fault("drop", "PUT", PART, after=1 << 20),
+        Fault("corrupt", "PUT", PART),
+        Fault("lose", "POST", "uploadId"),
+        Fault("answer", "PUT", r"\.json", status=500, code="InternalError"),
+        Fault("cut", "GET", r"\.safetensors", after=1 << 20),
+    ]
+    with spoiling(proxy, *faults):
+        printed = scene.succeed("extract", config)
+    assert [fault.met for fault in faults] == [fault.count for fault in faults]
     assert "unfinished uploads of an earlier run" in printed
     assert f"output     {uri}" in printed
     assert unfinished() == []
