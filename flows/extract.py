@@ -4,6 +4,8 @@ Where the store is complete already, the steps that need a server are left out.
 """
 
 import concurrent.futures
+import contextvars
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +21,7 @@ from pydantic import Field
 
 from flows.logs import warnings_on_the_page
 from flows.places import credentials_of
-from flows.progress import ProgressReport
+from flows.progress import LAST_UPDATE, ProgressReport
 from flows.services import mlflow_artifacts, mlflow_uri
 from flows.summary import Summary
 from tasks.config import ExtractConfig
@@ -45,9 +47,8 @@ from tasks.store.layout import Store
 
 TICK = 0.5  # seconds between two looks at the progress
 LOOK = 30.0  # seconds between two looks whether the attempt before has ended
-
-
 MOST_ATTEMPTS = 6  # the API refuses to create another one
+
 Attempt = Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)]
 
 
@@ -124,7 +125,11 @@ def extract(
         mlflow_run=run_id,
         output_argument=as_argument(session.store.root),
     )
-    _show_summary(config.name, summary)
+    # In a thread: where the API is away, Prefect's client tries for a minute.
+    context = contextvars.copy_context()
+    shown = threading.Thread(target=context.run, args=(_show_summary, config.name, summary), daemon=True)
+    shown.start()
+    shown.join(LAST_UPDATE)
     return summary
 
 

@@ -77,13 +77,12 @@ class ProgressReport:
         rate = done.tokens / seconds if seconds else 0.0
         finished = done.rows + done.failed == self.rows
         self.bar.update(self.line, completed=done.rows, rate=f"{rate:,.0f} tokens/s")
-        figures = self._describe(done, rate)
         if now >= self.next_artifact or finished:
             percent = round(100 * done.tokens / max(1, self.tokens), 1)
-            self._tell_prefect(percent, "\n\n".join(figures), finished)  # Markdown
+            self._tell_prefect(percent, "\n\n".join(self._describe(done, rate)), finished)  # Markdown
             self.next_artifact = now + ARTIFACT_EVERY
         if now >= self.next_log:
-            get_run_logger().info("%s", ", ".join(figures))
+            get_run_logger().info("%s", ", ".join(self._describe(done, rate)))
             self.next_log = now + LOG_EVERY
         if self.orders.order is not None and not finished:
             get_run_logger().warning("%s", self.orders.order)

@@ -1,11 +1,15 @@
 """What a Prefect server makes of our deployments and automations. No worker: runs are only said to have crashed."""
 
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.extract import MOST_ATTEMPTS
 from tests.conftest import ROOT
@@ -106,3 +110,40 @@ def test_extractions_and_others_have_queues_with_limits_of_their_own(operated: O
     limits = {queue["name"]: queue["concurrency_limit"] for queue in queues}
     assert limits == {"default": None, "gpu": 1, "cpu": 8}
     assert operated.get("work_pools/drillcore")["concurrency_limit"] == 9
+
+
+def test_a_crash_is_told_where_notify_says(operated: Operated) -> None:
+    heard: list[bytes] = []
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        block = CustomWebhookNotificationBlock(
+            name="operators",
+            url=f"http://127.0.0.1:{server.server_port}/",
+            json_data={"text": "{{subject}}: {{body}}"},
+            allow_private_urls=True,
+        )
+        with temporary_settings({PREFECT_API_URL: operated.api}):
+            block.save("operators")
+        run = operated.run("deployments.deploy", "--notify", "custom-webhook/operators")
+        assert run.wait(120) == 0, run.out + run.err
+        flow_run = operated.submit("extract", CONFIG, attempt=MOST_ATTEMPTS)
+        operated.set_state(flow_run, "CRASHED")
+        wait_until(lambda: bool(heard), 60, "the notification")
+        server.shutdown()
+    name = operated.get(f"flow_runs/{flow_run}")["name"]
+    assert f"drillcore: {name} is Crashed".encode() in heard[0]
+
+
+def test_a_notification_block_that_is_not_there_is_named(operated: Operated) -> None:
+    run = operated.run("deployments.deploy", "--notify", "slack-webhook/nobody")
+    assert run.wait(120) == 2
+    assert "has no block slack-webhook/nobody (--notify)" in run.err

@@ -56,7 +56,7 @@ def form(tmp_path_factory: pytest.TempPathFactory, staging: Path) -> dict[str, A
     return values
 
 
-def outcome(operated: Operated, flow_run: str, seconds: float = 300) -> dict[str, Any]:
+def outcome(operated: Operated, flow_run: str, seconds: float = 500) -> dict[str, Any]:
     """The flow run, once it has ended."""
     wait_until(lambda: operated.state(flow_run) in {"COMPLETED", "FAILED", "CRASHED"}, seconds, "the run's end")
     found: dict[str, Any] = operated.get(f"flow_runs/{flow_run}")
