@@ -14,7 +14,7 @@ from tasks.files import write_json
 from tasks.preflight import Preflight, check_output_space, open_output, run_preflight
 from tasks.storage import Location
 from tasks.storage.bucket import CredentialsSource
-from tasks.store.books import DONE, FAILED, MISSING, TRUNCATED, balance
+from tasks.store.books import DONE, FAILED, MISSING, NOWHERE, TRUNCATED, balance
 from tasks.store.bucket_lock import writer_lock
 from tasks.store.inspection import inspect_store
 from tasks.store.layout import Store, batch_of
@@ -68,11 +68,11 @@ def open_fleet(config: ExtractConfig, partitions: int, credentials: CredentialsS
 
 
 def _there(preflight: Preflight) -> dict[str, int]:
-    records = preflight.inspection.records
+    there = preflight.books.at != NOWHERE
     return {
-        "rows": sum(len(record.rows) for record in records),
-        "tokens": sum(record.tokens for record in records),
-        "bytes": sum(record.bytes for record in records),
+        "rows": int(there.sum()),
+        "tokens": int(preflight.plan.tokens[there].sum(dtype=np.int64)),
+        "bytes": sum(record.bytes for record in preflight.inspection.records),
     }
 
 
