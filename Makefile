@@ -1,5 +1,5 @@
 # make demo    the main job on this machine's CPU: a real model, a real server, a verified and traced dataset
-# make drafter an EAGLE-3 drafter trained on states of ours, measured beside spoiled ones: half an hour on two cores
+# make drafter an EAGLE-3 drafter trained on states of ours, measured beside spoiled ones
 # make test    lint, types and tests: what CI runs
 # make test-all  the slow tests, too: more versions and ways to serve, a soak
 # make ui      the Prefect and MLflow pages of what ran here

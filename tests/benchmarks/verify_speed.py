@@ -32,7 +32,7 @@ from tasks.store.shard import ShardWriter, row_bytes
 from tasks.verification import reading, verify_store
 
 HIDDEN, LAYERS, VOCABULARY = 7168, [1, 29, 57], 160_000
-SHARD = 256 << 20  # bytes
+SHARDS = 4 * (os.cpu_count() or 1)  # at least: a real store has more of them than any machine has cores
 ROUNDS = 5
 
 
@@ -47,7 +47,9 @@ def make_store(folder: Path, size: int) -> Store:
             length = int(random.integers(512, 4097))
             file.write(json.dumps({"input_ids": random.integers(0, VOCABULARY, length).tolist()}) + "\n")
             tokens += length
-    scan = scan_dataset(DatasetConfig(path=dataset, max_seq_len=4096), VOCABULARY, token_bytes, SHARD)
+    scan = scan_dataset(
+        DatasetConfig(path=dataset, max_seq_len=4096), VOCABULARY, token_bytes, min(256 << 20, size // SHARDS)
+    )
     parts = {
         "input_sha256": scan.sha256,
         "layers": LAYERS,
