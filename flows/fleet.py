@@ -16,6 +16,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelling
 
+from flows.extract import Attempt
 from flows.nodes import PrefectRuns, tag_of
 from flows.places import credentials_of
 from flows.summary import FleetSummary
@@ -39,9 +40,11 @@ SHOW_EVERY = 30.0  # seconds
 
 
 def _run_name() -> str:
-    config = this_run.parameters["config"]
+    given = this_run.parameters
+    config, attempt = given["config"], given.get("attempt", 1)
     name = config["name"] if isinstance(config, dict) else config.name
-    return f"{name}-fleet-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    again = f"-attempt-{attempt}" if attempt > 1 else ""
+    return f"{name}-fleet-{datetime.now(UTC):%Y%m%d-%H%M%S}{again}"
 
 
 def cancel_runs(flow: Any, flow_run: Any, state: Any) -> None:
@@ -55,11 +58,16 @@ def cancel_runs(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 @flow(name="extract-fleet", flow_run_name=_run_name, persist_result=False, on_cancellation=[cancel_runs])
-def extract_fleet(config: ExtractConfig, fleet: FleetConfig) -> FleetSummary:
+def extract_fleet(config: ExtractConfig, fleet: FleetConfig, attempt: Attempt = 1) -> FleetSummary:
     """Extract with several nodes into one store; verify and record the whole once. Resumes what was begun.
 
     Each partition is a run of the flow `extract` on a node's work queue. One that fails, or whose node is lost,
     is given to another node.
+
+    Args:
+        config: What to extract, and how.
+        fleet: The nodes, and how patient to be with them.
+        attempt: Leave it at 1. An automation starts a fleet that crashed again, and counts here.
     """
     logger = get_run_logger()
     configs = node_configs(config, fleet)

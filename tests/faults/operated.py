@@ -61,7 +61,7 @@ class Operated:
         """Pool, queues, automations, deployments."""
         run = self.run("deployments.deploy")
         assert run.wait(120) == 0, run.out + run.err
-        for name in ("extract", "plan", "verify", "export", "prepare"):
+        for name in ("extract", "extract-fleet", "plan", "verify", "export", "prepare"):
             self.deployments[name] = str(self.get(f"deployments/name/{name}/{name}")["id"])
 
     def worker(self) -> Run:

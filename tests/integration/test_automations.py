@@ -51,6 +51,17 @@ def test_crashes_are_followed_by_so_many_attempts_and_no_more(operated: Operated
     assert len(operated.attempts(flow_run)) == MOST_ATTEMPTS
 
 
+def test_a_crashed_fleet_is_started_again_with_its_nodes(operated: Operated) -> None:
+    fleet = {"nodes": [{"queue": "node-a"}, {"queue": "node-b", "settings": {"server": {"count": 2}}}]}
+    flow_run = operated.submit("extract-fleet", {**CONFIG, "output": {"path": "/data/of-a-fleet"}}, fleet=fleet)
+    operated.set_state(flow_run, "CRASHED")
+    wait_until(lambda: len(operated.attempts(flow_run)) > 1, 30, "the next attempt")
+    again = operated.attempts(flow_run)[1]
+    assert (again["parameters"]["attempt"], again["parameters"]["fleet"]["nodes"]) == (2, fleet["nodes"])
+    assert again["deployment_id"] == operated.deployments["extract-fleet"]
+    operated.set_state(again["id"], "CANCELLED")
+
+
 def test_wrong_parameters_are_refused_at_deploy_and_at_run(operated: Operated, tmp_path: Path) -> None:
     text = (ROOT / "prefect.yaml").read_text()
     bad = tmp_path / "prefect.yaml"

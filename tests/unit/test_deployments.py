@@ -161,10 +161,11 @@ def test_automations_are_prefect_s_and_notify_only_where_there_is_a_block() -> N
     assert list(automations()) == [
         "silent run is crashed",
         "crashed extraction starts again",
+        "crashed fleet starts again",
         "submission that never began is crashed",
     ]
     told = automations("6b2d9a58-3a3c-4f7a-9d39-0d1f3f6c2b11")
-    assert len(told) == 5
+    assert len(told) == 6
     action: Any = told["tell of long pending"].actions[0]
     assert str(action.block_document_id) == "6b2d9a58-3a3c-4f7a-9d39-0d1f3f6c2b11"
 
@@ -176,9 +177,10 @@ def test_a_run_is_not_taken_for_dead_before_three_heartbeats_are_missing() -> No
         assert trigger.within.total_seconds() >= 3 * int(heartbeat)
 
 
-def test_a_restart_gives_every_parameter_of_the_flow() -> None:
-    action: Any = automations()["crashed extraction starts again"].actions[0]
-    assert set(action.parameters) == set(schema_of("extract")["properties"]) - {"partition"}  # a fleet's own
+@pytest.mark.parametrize(("name", "what"), [("extract", "extraction"), ("extract-fleet", "fleet")])
+def test_a_restart_gives_every_parameter_of_the_flow(name: str, what: str) -> None:
+    action: Any = automations()[f"crashed {what} starts again"].actions[0]
+    assert set(action.parameters) == set(schema_of(name)["properties"]) - {"partition"}  # of a fleet's own runs
 
 
 def settings(name: str) -> dict[str, str]:
