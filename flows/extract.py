@@ -98,14 +98,14 @@ def extract(
     with warnings_on_the_page(), preflight_step(config, only_failed, deep, credentials, partition) as session:
         run: dict[str, Any] = {"rows": 0, "tokens": 0, "seconds": 0.0, "usage": {}}
         if partition:
-            _extract_partition(session)
+            if session.preflight.missing:
+                _serve_and_extract(session)
+            else:
+                get_run_logger().info("nothing is left to extract of this partition")
             return None
         if session.needs_server():
             prepare_mlflow(session, mlflow_uri(), mlflow_artifacts())
-            patch_step(session)
-            server_step(session)
-            probe_step(session)
-            run = _extract_batches(session)
+            run = _serve_and_extract(session)
         else:
             get_run_logger().info("nothing is left to extract: no server is needed")
         verified = verify_step(session)
@@ -161,14 +161,12 @@ def _places(session: Session) -> list[tuple[str, Path]]:
     return [*places, ("staging", session.config.staging.path)]
 
 
-def _extract_partition(session: Session) -> None:
-    if not session.preflight.missing:
-        get_run_logger().info("nothing is left to extract of this partition")
-        return
+def _serve_and_extract(session: Session) -> dict[str, Any]:
+    """Everything that needs a server; returns the run's figures."""
     patch_step(session)
     server_step(session)
     probe_step(session)
-    _extract_batches(session)
+    return _extract_batches(session)
 
 
 def _extract_batches(session: Session) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from tasks.files import human_bytes, human_seconds
 from tasks.storage import is_remote
 
 
-class Summary(BaseModel):
-    """An extraction that ended well."""
+class Stored(BaseModel):
+    """A store that is complete, and what this run added to it."""
 
     rows: dict[str, int]
     """By state: done, truncated, skipped, failed."""
@@ -18,15 +18,33 @@ class Summary(BaseModel):
     shards: int
     digest: str
     output: Path | str
+    extracted_tokens: int
+    """By this run; the others were there already."""
+    mlflow_run: str | None
+
+    def what_is_stored(self) -> list[tuple[str, str]]:
+        """(name, value)."""
+        return [
+            ("rows", count_states(self.rows)),
+            ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
+        ]
+
+    def where_it_is(self, argument: str = "") -> list[tuple[str, str]]:
+        """(name, value); argument: the output as a command takes it, where that is more than its name."""
+        later = f"not recorded; later: python -m flows record {argument or self.output}"
+        return [("digest", self.digest), ("output", str(self.output)), ("MLflow", self.mlflow_run or later)]
+
+
+class Summary(Stored):
+    """An extraction that ended well."""
+
     extracted_rows: int
     """By this run; the others were there already."""
-    extracted_tokens: int
     seconds: float
     """That this run's extraction took, server and verification not counted."""
     usage: dict[str, float]
     """Shares of the servers' time, and requests and tokens in flight on average; empty where nothing was extracted."""
     reextracted: int
-    mlflow_run: str | None
     output_argument: str = ""
     """The output as a command takes it, where that is more than its name."""
 
@@ -36,20 +54,13 @@ class Summary(BaseModel):
 
     def lines(self, retry: str = "run the extraction with only_failed") -> list[tuple[str, str]]:
         """(name, value); retry: how the rows that failed are tried again."""
-        later = f"not recorded; later: python -m flows record {self.output_argument or self.output}"
         return [
-            ("rows", count_states(self.rows)),
-            ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
+            *self.what_is_stored(),
             *self._failed(retry),
             ("this run", self._this_run()),
             *usage_lines(self.usage, "spool or staging" if is_remote(self.output) else "staging"),
             ("verified", f"everything read back; {self.reextracted} rows extracted a second time and compared"),
-            ("digest", self.digest),
-            ("output", str(self.output)),
-            (
-                "MLflow",
-                self.mlflow_run or later,
-            ),
+            *self.where_it_is(self.output_argument),
         ]
 
     def _failed(self, retry: str) -> list[tuple[str, str]]:
@@ -72,26 +83,16 @@ class Summary(BaseModel):
         )
 
 
-class FleetSummary(BaseModel):
+class FleetSummary(Stored):
     """An extraction by several nodes that ended well."""
 
-    rows: dict[str, int]
-    """By state: done, truncated, skipped, failed."""
-    tokens: int
-    bytes: int
-    shards: int
-    digest: str
-    output: Path | str
     nodes: int
     partitions: int
     """That something was missing of."""
     retries: int
     """Runs that were lost or failed, and were made up for."""
-    extracted_tokens: int
-    """By this fleet; the others were there already."""
     seconds: float
     """From the first run's begin to the last one's end; servers' starts and verification not counted."""
-    mlflow_run: str | None
 
     def text(self) -> str:
         """Lines of name and value."""
@@ -100,12 +101,9 @@ class FleetSummary(BaseModel):
         )
         lost = f", {self.retries} runs were lost or failed and made up for" if self.retries else ""
         lines = [
-            ("rows", count_states(self.rows)),
-            ("stored", f"{self.tokens:,} tokens, {self.bytes:,} B ({human_bytes(self.bytes)}), {self.shards} shards"),
+            *self.what_is_stored(),
             ("fleet", f"{self.partitions} partitions on {self.nodes} nodes: {rate}{lost}"),
-            ("digest", self.digest),
-            ("output", str(self.output)),
-            ("MLflow", self.mlflow_run or f"not recorded; later: python -m flows record {self.output}"),
+            *self.where_it_is(),
         ]
         return as_lines(lines)
 

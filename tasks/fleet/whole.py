@@ -14,7 +14,7 @@ from tasks.files import write_json
 from tasks.preflight import Preflight, check_output_space, open_output, run_preflight
 from tasks.storage import Location
 from tasks.storage.bucket import CredentialsSource
-from tasks.store.books import DONE, FAILED, MISSING, NOWHERE, TRUNCATED, balance
+from tasks.store.books import CODES, DONE, FAILED, MISSING, NOWHERE, TRUNCATED, balance
 from tasks.store.bucket_lock import writer_lock
 from tasks.store.inspection import inspect_store
 from tasks.store.layout import Store, batch_of
@@ -98,8 +98,8 @@ def account(store: Store, plan: Plan, fingerprint: str, partition: Partition | N
     if books.problems:
         raise FleetError(f"{store.root} contradicts itself: {'; '.join(books.problems[:5])}.")
     ours = (plan.batch >= batches.start) & (plan.batch < batches.stop)
-    states = np.array(books.states, dtype=object)[ours]
-    counts = {state: int((states == state).sum()) for state in (DONE, TRUNCATED, FAILED, MISSING)}
+    codes = books.codes[ours]
+    counts = {state: int(np.count_nonzero(codes == CODES[state])) for state in (DONE, TRUNCATED, FAILED, MISSING)}
     return Account(int(ours.sum()), counts[DONE] + counts[TRUNCATED], counts[FAILED], counts[MISSING])
 
 
